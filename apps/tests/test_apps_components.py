@@ -39,11 +39,13 @@ def servers_are_ready(monkeypatch):
 def test_client_waits_for_lost_servers_only_if_they_are_restarted(tmp_path, servers_are_ready):
     def rejoin_timeout(*overrides):
         with _components(tmp_path, *overrides) as components:
-            return _client(components).config.rejoin_timeout
+            return _client(components).spec.rejoin_timeout
 
-    assert rejoin_timeout() == 180
-    assert rejoin_timeout("rollout.client.rejoin_timeout=7") == 7
+    assert rejoin_timeout() == 240
+    assert rejoin_timeout("rollout.server.ready_timeout=7") == 67
     assert rejoin_timeout("launcher.max_restarts=0") == 0
+    attached = "rollout.server.addresses=[http://127.0.0.1:1]"
+    assert rejoin_timeout("launcher.max_restarts=0", attached) == 240, "the owner of the servers restarts them"
 
 
 def test_client_evicts_slow_server_before_the_publication_fails(tmp_path, servers_are_ready):
@@ -148,7 +150,7 @@ def test_client_of_other_ranks_sends_nothing_to_the_servers(tmp_path):
 def test_client_probes_less_often_with_more_dp_leaders(tmp_path, servers_are_ready, dp_leaders, expected):
     with _components(tmp_path) as components:
         client = _client(components, ParallelContext(world_size=dp_leaders, dp_size=dp_leaders))
-    assert client.config.probe_interval == expected
+    assert client._monitor.probe_interval == expected
 
 
 def test_client_follows_the_addresses_of_the_launcher(tmp_path, servers_are_ready):

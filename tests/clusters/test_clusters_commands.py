@@ -42,7 +42,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 ENDLESS = {"total_steps": 100_000}
 SHORT_TIMEOUTS = {
     "launcher.health_timeout": 10,
-    "rollout.client.probe_timeout": 2,
     "rollout.client.progress_timeout": 15,
 }
 """Short timeouts, so that a run detects hung processes within seconds."""

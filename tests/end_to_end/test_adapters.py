@@ -45,7 +45,7 @@ def make_embedded(model: Path, directory: Path) -> tuple[ServerProcess, Inferenc
     options = {"weights_dir": directory / "weights", "max_sequences": 16, "context_length": CONTEXT}
     command = (sys.executable, "-m", "rl_inference.embedded_server.fault_injection")
     process = ServerProcess(model, directory / "server.log", key=KEY, options=options, command=command)
-    return process, EmbeddedEngine(client=ClientConfig(progress_timeout=60, rejoin_timeout=60))
+    return process, EmbeddedEngine(spec=ServeSpec(rejoin_timeout=60), client=ClientConfig(progress_timeout=60))
 
 
 def make_backend(kind: str, model: Path, directory: Path) -> tuple[ServerProcess, InferenceEngine]:
@@ -61,7 +61,7 @@ def make_backend(kind: str, model: Path, directory: Path) -> tuple[ServerProcess
     env = {**job.env, "PYTHONPATH": f"{INSIDE}:{SUPPORT}", "FAULT_PLUGINS": str(INSIDE)}
     job = replace(job, command=tuple(replacements.get(text, text) for text in job.command), env=env)
     process = JobProcess(model, directory / "server.log", key=KEY, job=job)
-    return process, engine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60, rejoin_timeout=120))
+    return process, engine(settings, replace(spec, rejoin_timeout=120), ClientConfig(progress_timeout=120))
 
 
 class Run:

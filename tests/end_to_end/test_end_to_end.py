@@ -306,7 +306,6 @@ def test_grpo_killed_server_is_restarted_and_run_completes(model, tmp_path):
         f"run_dir={run_dir}",
         f"model.path={model}",
         "total_steps=100",
-        "rollout.client.probe_interval=0.5",
         "launcher.health_timeout=0",  # the test suspends the trainer for a while
         "evaluation.examples=0",
         "allocation=embedded:d2+fsdp:d1",

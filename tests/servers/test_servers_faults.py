@@ -64,12 +64,13 @@ class Fleet:
         for index in servers:
             self.faults[index].write_text(faults)
 
-    def client(self, servers: Sequence[int], update_timeout: float = 300.0, **settings: float) -> HttpEngine:
+    def client(
+        self, servers: Sequence[int], update_timeout: float = 300.0, progress_timeout: float = 60.0
+    ) -> HttpEngine:
         """Return a client of these servers that does not wait for a rejoin."""
         addresses = [self.servers[index].address for index in servers]
-        options = {"progress_timeout": 60.0, "probe_timeout": 5.0, "rejoin_timeout": 0.0, **settings}
         spec = replace(self.spec, update_timeout=update_timeout)
-        return self.kind.client(spec, addresses, ClientConfig(**options))
+        return self.kind.client(spec, addresses, ClientConfig(progress_timeout=progress_timeout))
 
     @contextmanager
     def run(self, *servers: int, **options: Any) -> Iterator[Run]:

@@ -39,7 +39,7 @@ async def test_ipc_update_of_a_server_on_the_same_gpu_serves_the_new_weights(kin
     sender: Any = open_sender("ipc", "", device="cuda")
     job = engine.server_spec(settings, spec)
     with JobProcess(models.paths[0], tmp_path / "server.log", key=KEY, job=job) as server:
-        client = engine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60))
+        client = engine(settings, spec, ClientConfig(progress_timeout=120))
         client.initialize([server.address], KEY)
         for version in (1, 2):
             tensors = [(name, tensor.cuda().bfloat16()) for name, tensor in models.tensors(version)]
@@ -72,7 +72,7 @@ async def test_vllm_sleep_frees_gpu_memory_and_wake_keeps_the_version(tmp_path: 
     )
     job = VLLMEngine.server_spec(settings, spec)
     with JobProcess(models.paths[0], tmp_path / "server.log", key=KEY, job=job) as server:
-        client = VLLMEngine(settings, spec, ClientConfig(progress_timeout=120, probe_timeout=60))
+        client = VLLMEngine(settings, spec, ClientConfig(progress_timeout=120))
         client.initialize([server.address], KEY)
         before = await client.agenerate(make_request(SHARED, 1, temperature=0.0))
         free_awake, total = torch.cuda.mem_get_info()

@@ -52,9 +52,12 @@ def server(
 
 
 @pytest.fixture
-async def engine(kind: Kind, server: JobProcess, models: Models, weights_dir: Path) -> AsyncIterator[HttpEngine]:
+async def engine(
+    kind: Kind, server: JobProcess, models: Models, weights_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[HttpEngine]:
+    monkeypatch.setattr("rl_inference.client.transport.PROBE_TIMEOUT", 60.0)  # a server on a busy CPU is slow
     spec = ServeSpec(str(models.paths[0]), ParallelStrategy(tensor=RANKS), str(weights_dir))
-    engine = kind.client(spec, [server.address], ClientConfig(progress_timeout=120, probe_timeout=60))
+    engine = kind.client(spec, [server.address], ClientConfig(progress_timeout=120))
     yield engine
     await engine.destroy()
 

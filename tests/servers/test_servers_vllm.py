@@ -49,9 +49,12 @@ def server(models: Models, weights_dir: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture
-async def engine(server: JobProcess, models: Models, weights_dir: Path) -> AsyncIterator[VLLMEngine]:
+async def engine(
+    server: JobProcess, models: Models, weights_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[VLLMEngine]:
+    monkeypatch.setattr("rl_inference.client.transport.PROBE_TIMEOUT", 60.0)  # a server on a busy CPU is slow
     spec = ServeSpec(model_path=str(models.paths[0]), weights_dir=str(weights_dir))
-    client = ClientConfig(progress_timeout=120, probe_timeout=60)
+    client = ClientConfig(progress_timeout=120)
     engine = VLLMEngine(VLLMEngineConfig(context_length=CONTEXT), spec, client)
     engine.initialize([server.address], KEY)
     yield engine

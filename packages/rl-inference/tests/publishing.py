@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probes import probes
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, WeightReceipt, WeightUpdateMeta
@@ -24,12 +25,6 @@ from rl_inference.testing import ServerProcess, reference_logprobs, reference_mo
 
 PROMPT = [5, 17, 40, 33, 21, 90]
 TOKENS = 480
-QUICK = {
-    "probe_interval": 0.1,
-    "probe_timeout": 1.0,
-    "progress_timeout": 1.5,
-    "rejoin_timeout": 60.0,
-}
 CORRUPTING_SERVER = """
 import sys
 from rl_inference.embedded_server.weights import ServedWeights
@@ -95,17 +90,22 @@ async def client[T: EmbeddedEngine](
     names: ServerSource | None = None,
     kind: type[T] = EmbeddedEngine,
     update_timeout: float = 300.0,
-    **config: Any,
+    rejoin_timeout: float = 60.0,
+    progress_timeout: float = 1.5,
+    probe_interval: float = 0.1,
+    probe_timeout: float = 1.0,
 ) -> AsyncIterator[T]:
-    spec = ServeSpec(weights_dir=weights_dir, update_timeout=update_timeout)
-    engine = kind(spec=spec, client=ClientConfig(**{**QUICK, **config}))
-    engine.initialize([server.address for server in servers])
-    if names is not None:
-        assert engine.follow_discovery(names)
-    try:
-        yield engine
-    finally:
-        await engine.destroy()
+    """Yield a client that notices a lost server within seconds."""
+    spec = ServeSpec(weights_dir=weights_dir, update_timeout=update_timeout, rejoin_timeout=rejoin_timeout)
+    with probes(probe_interval, probe_timeout):
+        engine = kind(spec=spec, client=ClientConfig(progress_timeout=progress_timeout))
+        engine.initialize([server.address for server in servers])
+        if names is not None:
+            assert engine.follow_discovery(names)
+        try:
+            yield engine
+        finally:
+            await engine.destroy()
 
 
 def request(seed: int, tokens: int = TOKENS) -> ModelRequest:
@@ -125,7 +125,7 @@ async def until_live(engine: EmbeddedEngine, count: int) -> None:
 async def until_running(servers: list[ServerProcess]) -> None:
     """Wait until each server generates at least one completion."""
     for server in servers:
-        async with client([server], probe_interval=0, rejoin_timeout=0) as probe, asyncio.timeout(30):
+        async with client([server], rejoin_timeout=0) as probe, asyncio.timeout(30):
             while not (await probe.stats())["running"]:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.001)
 

@@ -8,9 +8,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
+from probes import NEVER
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
@@ -40,9 +42,8 @@ async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def client(*addresses: str, update_timeout: float = 300.0, **config: float) -> AsyncIterator[EmbeddedEngine]:
-    spec = ServeSpec(update_timeout=update_timeout)
-    engine = EmbeddedEngine(spec=spec, client=ClientConfig(**{"progress_timeout": 5.0, **config}))
+async def client(*addresses: str, progress_timeout: float = 5.0, **spec: Any) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine(spec=ServeSpec(**spec), client=ClientConfig(progress_timeout=progress_timeout))
     engine.initialize(list(addresses))
     try:
         yield engine
@@ -272,7 +273,8 @@ async def test_commit_single_server_lost_at_resume_waits_for_rejoin(tmp_path: Pa
         assert (lost, engine.version, len(engine._router.live)) == (2, 1, 1)
 
 
-async def test_probe_records_open_requests_of_other_clients() -> None:
+async def test_probe_records_open_requests_of_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.05)
     recorded = asyncio.Event()
 
     async def health(request: web.Request) -> web.Response:
@@ -280,7 +282,7 @@ async def test_probe_records_open_requests_of_other_clients() -> None:
             recorded.set()
         return web.json_response({"version": 0, "status": "ready", "open": 5})
 
-    async with serving({"/health": health}) as address, client(address, probe_interval=0.05) as engine:
+    async with serving({"/health": health}) as address, client(address) as engine:
         server = engine._router.servers[0]
         server.open = 2
         engine._monitor.start()
@@ -290,7 +292,7 @@ async def test_probe_records_open_requests_of_other_clients() -> None:
         assert (server.other_requests, server.load) == (3, 5)
 
 
-async def test_monitor_probes_evicted_server_several_times_as_often() -> None:
+async def test_monitor_probes_evicted_server_several_times_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     probes, enough = {"live": 0, "evicted": 0}, asyncio.Event()
 
     async def live(request: web.Request) -> web.Response:
@@ -303,10 +305,11 @@ async def test_monitor_probes_evicted_server_several_times_as_often() -> None:
             enough.set()
         return web.json_response({"error": {"message": "the model is being loaded"}}, status=503)
 
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.2)
     async with (
         serving({"/health": live}) as live_address,
         serving({"/health": evicted}) as evicted_address,
-        client(live_address, evicted_address, probe_interval=0.2) as engine,
+        client(live_address, evicted_address) as engine,
     ):
         evicted_server = next(server for server in engine._router.servers if server.address == evicted_address)
         engine._router.evict(evicted_server, "was evicted by the test")
@@ -318,7 +321,9 @@ async def test_monitor_probes_evicted_server_several_times_as_often() -> None:
 
 
 @pytest.mark.slow
-async def test_shared_by_many_clients_probe_as_often_as_one() -> None:
+async def test_many_clients_probe_about_as_often_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.1)
+
     async def seconds_for_probes(count: int, clients: int) -> float:
         probes, enough = [], asyncio.Event()
 
@@ -328,11 +333,11 @@ async def test_shared_by_many_clients_probe_as_often_as_one() -> None:
                 enough.set()
             return await healthy(request)
 
-        config = ClientConfig(probe_interval=0.1, progress_timeout=60.0).shared_by(clients)
         async with serving({"/health": health}) as address, contextlib.AsyncExitStack() as stack:
             start = time.monotonic()
             for _ in range(clients):
-                (await stack.enter_async_context(client(address, **vars(config))))._monitor.start()
+                engine = await stack.enter_async_context(client(address, progress_timeout=60.0, clients=clients))
+                engine._monitor.start()
             async with asyncio.timeout(60):
                 await enough.wait()
             return time.monotonic() - start
@@ -342,7 +347,8 @@ async def test_shared_by_many_clients_probe_as_often_as_one() -> None:
     assert await seconds_for_probes(20, clients=1) > 1.0
 
 
-async def test_monitor_starts_once_and_only_with_the_first_request() -> None:
+async def test_monitor_starts_once_and_only_with_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.02)
     probed, generating, enough, end = [], [], asyncio.Event(), asyncio.Event()
 
     def count(calls: list[None]) -> None:
@@ -364,7 +370,7 @@ async def test_monitor_starts_once_and_only_with_the_first_request() -> None:
 
     async with (
         serving({"/generate": generate, "/health": health}) as address,
-        client(address, probe_interval=0.02) as engine,
+        client(address) as engine,
         asyncio.timeout(20),
     ):
         assert (engine.servers, engine.version) == ([address], 0)
@@ -392,7 +398,8 @@ async def test_agenerate_is_abandoned_after_second_server_crash_not_after_aborts
         if finish is None:
             raise ServerEndedError("injected")
 
-    async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    async with client(*addresses) as engine, asyncio.timeout(20):
         monkeypatch.setattr(engine._transport, "stream", stream)
         completing = engine.agenerate(ModelRequest([1], GenerationConfig(max_new_tokens=4)))
         if calls == 4:
@@ -426,7 +433,8 @@ async def test_agenerate_server_with_older_version_is_evicted_and_tokens_dropped
             yield GenerationChunk(ids, [-1.0] * 2)
             yield GenerationChunk(finish=finish, stamps=[version] * 2)
 
-    async with client(*addresses, probe_interval=0.0) as engine, asyncio.timeout(20):
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    async with client(*addresses) as engine, asyncio.timeout(20):
         monkeypatch.setattr(engine._transport, "stream", stream)
         monkeypatch.setattr(engine._router, "choose", lambda group: engine._router.servers[len(called)])
         for server in engine._router.servers:

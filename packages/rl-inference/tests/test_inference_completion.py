@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from probes import NEVER
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec
@@ -74,7 +75,7 @@ class LimitedEngine(EmbeddedEngine):
 
 @contextlib.asynccontextmanager
 async def client(
-    routes: dict[str, Handler], capabilities: dict[str, Any], model: Path | None = None, **config: float
+    routes: dict[str, Handler], capabilities: dict[str, Any], model: Path | None = None, progress_timeout: float = 5.0
 ) -> AsyncIterator[LimitedEngine]:
     """Run a server with a handler for each path, and yield a client of it."""
     app = web.Application()
@@ -84,7 +85,7 @@ async def client(
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     kind = type("Engine", (LimitedEngine,), {"capability_values": capabilities})
-    engine = kind(spec=ServeSpec(str(model or "")), client=ClientConfig(**{"progress_timeout": 5.0, **config}))
+    engine = kind(spec=ServeSpec(str(model or "")), client=ClientConfig(progress_timeout=progress_timeout))
     engine.initialize([f"http://127.0.0.1:{runner.addresses[0][1]}"])
     try:
         yield engine
@@ -282,7 +283,7 @@ async def test_agenerate_stop_string_without_tokenizer_raises() -> None:
 # ---- silent and busy servers
 
 
-async def test_agenerate_silent_but_healthy_server_keeps_request() -> None:
+async def test_agenerate_silent_but_healthy_server_keeps_request(monkeypatch: pytest.MonkeyPatch) -> None:
     probed, calls = asyncio.Event(), []
 
     async def health(request: web.Request) -> web.Response:
@@ -298,7 +299,8 @@ async def test_agenerate_silent_but_healthy_server_keeps_request() -> None:
         return response
 
     routes = {"/generate": generate, "/health": health}
-    async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    async with client(routes, {"heartbeats": False}, progress_timeout=1) as engine:
         async with asyncio.timeout(30):
             completion = await engine.agenerate(make_request(max_new_tokens=2))
 
@@ -307,7 +309,7 @@ async def test_agenerate_silent_but_healthy_server_keeps_request() -> None:
 
 
 @pytest.mark.slow
-async def test_agenerate_queued_request_survives_one_slow_probe() -> None:
+async def test_agenerate_queued_request_survives_one_slow_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     probes, queued = [], asyncio.Event()
 
     async def health(request: web.Request) -> web.Response:
@@ -330,7 +332,9 @@ async def test_agenerate_queued_request_survives_one_slow_probe() -> None:
 
     routes = {"/generate": generate, "/health": health}
     capabilities = {"heartbeats": False}
-    async with client(routes, capabilities, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    monkeypatch.setattr("rl_inference.client.transport.PROBE_TIMEOUT", 0.2)
+    async with client(routes, capabilities, progress_timeout=1) as engine:
         completion = await asyncio.wait_for(engine.agenerate(make_request(max_new_tokens=2)), 30)
 
     assert completion.output_ids == [5, 6]
@@ -360,7 +364,8 @@ async def test_agenerate_healthy_server_without_new_tokens_is_lost(
         return response
 
     routes = {"/generate": hung, "/health": healthy, "/stats": stats}
-    async with client(routes, {"heartbeats": False}, progress_timeout=1, probe_interval=0) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    async with client(routes, {"heartbeats": False}, progress_timeout=1) as engine:
         completing = asyncio.wait_for(engine.agenerate(make_request(max_new_tokens=2)), 30)
         if paused:
             assert (await completing).output_ids == [5, 6]
@@ -371,13 +376,17 @@ async def test_agenerate_healthy_server_without_new_tokens_is_lost(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capabilities", [{}, {"heartbeats": False}])
-async def test_agenerate_silent_unhealthy_server_raises(capabilities: dict[str, Any]) -> None:
+async def test_agenerate_silent_unhealthy_server_raises(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, Any]
+) -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.Event().wait()
         raise AssertionError
 
     routes = {"/generate": silent, "/health": silent}
-    async with client(routes, capabilities, progress_timeout=1, probe_timeout=0.2, probe_interval=0) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    monkeypatch.setattr("rl_inference.client.transport.PROBE_TIMEOUT", 0.2)
+    async with client(routes, capabilities, progress_timeout=1) as engine:
         with pytest.raises(InferenceError, match="no server continues it"):
             await asyncio.wait_for(engine.agenerate(make_request()), 30)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from probes import NEVER
 
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import ClientConfig, GenerationConfig
@@ -186,11 +187,12 @@ async def test_stage_unreachable_server_is_evicted_others_continue(
 
 @pytest.mark.slow
 async def test_agenerate_server_restarted_with_old_weights_is_evicted(
-    ready_servers: list[ServerProcess], model_path: Path
+    ready_servers: list[ServerProcess], model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = served_version(ready_servers[0]) + 1
     meta = staged(ready_servers[0], model_path, version)
-    async with client([server.address for server in ready_servers], probe_interval=0) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", NEVER)
+    async with client([server.address for server in ready_servers]) as engine:
         await engine.stage_weights(meta)
         await engine.commit_weights(version)
         ready_servers[0].stop()

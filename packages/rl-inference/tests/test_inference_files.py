@@ -69,8 +69,8 @@ def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @contextlib.asynccontextmanager
-async def client(address: str, **config: float):
-    engine = EmbeddedEngine(client=ClientConfig(**{"progress_timeout": 5.0, **config}))
+async def client(address: str):
+    engine = EmbeddedEngine(client=ClientConfig(progress_timeout=5.0))
     engine.initialize([address])
     try:
         yield engine
@@ -88,7 +88,8 @@ async def test_client_without_free_descriptor_reports_ulimit_and_evicts_none(
         probes.release()
 
     monkeypatch.setattr(ServerMonitor, "_check", counted_check)
-    async with client(server.address, probe_interval=0.02) as engine:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.02)
+    async with client(server.address) as engine:
         with caplog.at_level(logging.WARNING, logger="rl"), no_free_descriptor() as fill:
             for _ in range(3):
                 fill()
@@ -107,7 +108,7 @@ async def test_client_without_free_descriptor_reports_ulimit_and_evicts_none(
 
 
 async def test_stage_without_free_descriptor_fails_and_evicts_none(server: ServerProcess) -> None:
-    async with client(server.address, probe_interval=0.0) as engine:
+    async with client(server.address) as engine:
         with no_free_descriptor(), pytest.raises(WeightUpdateError, match=r"version 1.*ulimit -n"):
             await engine.stage_weights(WeightUpdateMeta("shm", 1))
         assert engine.servers == [server.address]
@@ -152,7 +153,7 @@ async def test_client_sends_1100_concurrent_requests(monkeypatch: pytest.MonkeyP
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=2048).start()
     try:
-        async with client(f"http://127.0.0.1:{runner.addresses[0][1]}", probe_interval=0.0) as engine:
+        async with client(f"http://127.0.0.1:{runner.addresses[0][1]}") as engine:
             async with asyncio.timeout(60):
                 errors = await asyncio.gather(*(engine.agenerate(REQUEST) for _ in range(1100)), return_exceptions=True)
     finally:

@@ -399,8 +399,11 @@ async def test_generate_queue_full_returns_503_and_client_retries(
     assert all(len(response.output_ids) <= 3 for response in await asyncio.gather(*queued, retried))
 
 
-async def test_probe_reports_load_from_other_clients(server: ServerProcess, engine: EmbeddedEngine) -> None:
-    probing_engine = EmbeddedEngine(client=ClientConfig(probe_interval=0.05))
+async def test_probe_reports_load_from_other_clients(
+    server: ServerProcess, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.05)
+    probing_engine = EmbeddedEngine()
     probing_engine.initialize([server.address], KEY)
     server_state = probing_engine._router.servers[0]
     requests = [request(PROMPT, i, max_new_tokens=400, ignore_eos=True) for i in range(2)]

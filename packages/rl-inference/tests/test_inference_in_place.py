@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from in_place_server import VOCAB, ChecksumEngine, StagedEngine, TableEngine, TableServer, logprobs_after, scores_of
+from probes import NEVER, probes
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.conformance import inference_engine as suite
@@ -71,13 +72,16 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    count: int = 2, kind: type[EmbeddedEngine] = TableEngine, spec: ServeSpec | None = None, **config: float
+    count: int = 2,
+    kind: type[EmbeddedEngine] = TableEngine,
+    progress_timeout: float = 5.0,
+    probe_interval: float = 0.1,
+    **spec: Any,
 ) -> AsyncIterator[tuple[EmbeddedEngine, list[TableServer]]]:
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(probes(probe_interval))
         servers = [await stack.enter_async_context(TableServer(table(0)).serving()) for _ in range(count)]
-        engine = kind(
-            spec=spec or ServeSpec(), client=ClientConfig(**{"progress_timeout": 5.0, "probe_interval": 0.1, **config})
-        )
+        engine = kind(spec=ServeSpec(**spec), client=ClientConfig(progress_timeout=progress_timeout))
         engine.initialize([server.address for server in servers])
         stack.push_async_callback(engine.destroy)
         yield engine, servers
@@ -419,7 +423,7 @@ async def test_stage_wrong_files_raises_before_any_request(trainer: Trainer) -> 
 
 @pytest.mark.slow
 async def test_pause_wait_without_progress_raises() -> None:
-    async with fleet(1, progress_timeout=1, probe_interval=0) as (engine, (server,)):
+    async with fleet(1, progress_timeout=1, probe_interval=NEVER) as (engine, (server,)):
         server.running = 1  # a completion that never ends
 
         with pytest.raises(InferenceError, match=r"no progress.*client\.progress_timeout"):
@@ -461,8 +465,7 @@ async def test_rejoin_restarted_server_that_does_not_load_stays_evicted(trainer:
 
 
 async def test_rejoin_server_without_checksums_loads_committed_weights(trainer: Trainer) -> None:
-    spec = ServeSpec(weights_dir=str(trainer.directory), version=0)
-    async with fleet(2, ChecksumEngine, spec, rejoin_timeout=30) as (engine, servers):
+    async with fleet(2, ChecksumEngine, weights_dir=str(trainer.directory), rejoin_timeout=30) as (engine, servers):
         write_committed(trainer.directory, *put(trainer.directory, 0))
         engine._monitor.start()
         engine._router.evict(engine._router.servers[1], "was restarted")
@@ -473,8 +476,7 @@ async def test_rejoin_server_without_checksums_loads_committed_weights(trainer: 
 
 
 async def test_sync_version_server_behind_is_evicted_until_it_catches_up(trainer: Trainer) -> None:
-    spec = ServeSpec(weights_dir=str(trainer.directory))
-    async with fleet(1, spec=spec, rejoin_timeout=30) as (client, (server,)):
+    async with fleet(1, weights_dir=str(trainer.directory), rejoin_timeout=30) as (client, (server,)):
         await client.sync_version(1)
         assert client.version == 1
         assert not client.servers
@@ -488,7 +490,7 @@ async def test_sync_version_server_behind_is_evicted_until_it_catches_up(trainer
 
 async def test_rejoin_while_another_client_updates_does_not_resume(trainer: Trainer) -> None:
     async with fleet(1) as (publisher, (server,)):
-        client = TableEngine(client=ClientConfig(probe_interval=0.05))
+        client = TableEngine()
         client.initialize([server.address])
         client._monitor.start()
         await publisher.pause()
@@ -501,7 +503,7 @@ async def test_rejoin_while_another_client_updates_does_not_resume(trainer: Trai
 
 
 async def test_rejoin_after_unreadable_record_is_tried_again(trainer: Trainer) -> None:
-    async with fleet(1, spec=ServeSpec(weights_dir=str(trainer.directory)), rejoin_timeout=30) as (client, _):
+    async with fleet(1, weights_dir=str(trainer.directory), rejoin_timeout=30) as (client, _):
         write_committed(trainer.directory, *put(trainer.directory, 0))
         record = trainer.directory / RECORD_FILE
         content = record.read_bytes()

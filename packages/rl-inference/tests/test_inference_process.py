@@ -163,12 +163,11 @@ async def test_decode_thread_stuck_client_uses_other_server(model_path: Path, tm
         "from rl_inference.embedded_server.slots import SlotTable\n"
         "app.STUCK_SECONDS, SlotTable.step = 1.0, lambda self: time.sleep(600)\n"
     )
-    settings = ClientConfig(progress_timeout=1.5, probe_interval=0.2, rejoin_timeout=0)
     with (
         ServerProcess(model_path, tmp_path / "stuck.log", command=server_command(fault)) as stuck,
         ServerProcess(model_path, tmp_path / "well.log") as healthy,
     ):
-        engine = EmbeddedEngine(client=settings)
+        engine = EmbeddedEngine(client=ClientConfig(progress_timeout=1.5))
         engine.initialize([stuck.address, healthy.address])
         try:
             requests = [ModelRequest([5, 6], GenerationConfig(max_new_tokens=8, ignore_eos=True)) for _ in range(4)]

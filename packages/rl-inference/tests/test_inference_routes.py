@@ -271,13 +271,13 @@ def test_broadcast_server_that_does_not_join_is_evicted_in_time(start: Any, new_
 
 @pytest.mark.slow
 def test_broadcast_servers_added_or_removed_between_updates_get_ranks(
-    start: Any, model_path: Path, new_model_path: Path
+    start: Any, model_path: Path, new_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, servers = start(3)
     new, old = parameters(new_model_path), parameters(model_path)
     names = {str(number): server.address for number, server in enumerate(servers)}
     engine = trainer.engine
-    engine.config.probe_interval = 0.1
+    monkeypatch.setattr("rl_inference.client.health.PROBE_INTERVAL", 0.1)
     engine.follow_discovery(lambda: dict(names))
     first, second, third = (server.address for server in servers)
     trainer.publish(1, new)

@@ -31,7 +31,7 @@ def rejoin(router: Router, server: Server, version: int) -> None:
 
 @pytest.fixture
 def router() -> Router:
-    return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock())
+    return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock(), rejoin_timeout=10.0)
 
 
 def test_choose_without_group_returns_least_busy_server(router: Router) -> None:
@@ -165,10 +165,10 @@ async def test_wait_live_returns_after_readmit_or_timeout(router: Router) -> Non
     assert isinstance(clock, Clock)
     for server in router.servers:
         router.evict(server, "died")
-    waiting = [asyncio.create_task(router.wait_live(10.0)) for _ in range(3)]
+    waiting = [asyncio.create_task(router.wait_live()) for _ in range(3)]
     await asyncio.sleep(0)
     clock.time += 9
-    router.give_up_after(10.0)
+    router.end_late_waits()
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
 
@@ -176,13 +176,15 @@ async def test_wait_live_returns_after_readmit_or_timeout(router: Router) -> Non
     assert await asyncio.gather(*waiting) == [True] * 3
 
     router.evict(router.servers[1], "died again")
-    waiting = [asyncio.create_task(router.wait_live(10.0)) for _ in range(3)]
+    waiting = [asyncio.create_task(router.wait_live()) for _ in range(3)]
     await asyncio.sleep(0)
     clock.time += 11
-    router.give_up_after(10.0)
+    router.end_late_waits()
     assert await asyncio.gather(*waiting) == [False] * 3
-    assert not await router.wait_live(10.0), "later calls must not wait again"
-    assert not await router.wait_live(0.0)
+    assert not await router.wait_live(), "later calls must not wait again"
+    clock.time -= 11
+    router.rejoin_timeout = 0.0
+    assert not await router.wait_live()
 
 
 async def test_evict_cancels_requests_and_readmit_resets_failures(router: Router) -> None:

@@ -80,7 +80,7 @@ class SimulatedTransport:
 
     def __init__(self, clock: SimulatedClock, generator: random.Random, crashes: float, staged_load: bool) -> None:
         self.clock, self.generator, self.crashes = clock, generator, crashes
-        self.config = ClientConfig(rejoin_timeout=20.0)
+        self.config = ClientConfig()
         names = ("health", "pause", "resume", "sleep", "wake", "load", "commit", "receipt")
         operations = {name: lambda *arguments, name=name: (name, *arguments) for name in names}
         capabilities = Capabilities(staged_load=staged_load, checksums=staged_load, sleeps=True, heartbeats=True)
@@ -147,7 +147,7 @@ class Simulation:
     def __init__(self, seed: int, staged_load: bool, route: str) -> None:
         self.generator, self.clock, self.route = random.Random(seed), SimulatedClock(), route
         servers = [Server(f"http://s{number}", 0) for number in range(self.generator.randint(1, 4))]
-        self.router = Router(servers, self.clock)  # type: ignore[arg-type]
+        self.router = Router(servers, self.clock, rejoin_timeout=20.0)  # type: ignore[arg-type]
         crashes = self.generator.choice([0.0, 0.02, 0.1, 0.3])
         self.transport = SimulatedTransport(self.clock, self.generator, crashes, staged_load)
         self.transport.processes = {server.address: Process() for server in servers}
@@ -196,7 +196,7 @@ class Simulation:
         """End waits for a server after the rejoin timeout, as the server monitor does."""
         while True:
             await self.clock.sleep(1.0)
-            self.router.give_up_after(self.transport.config.rejoin_timeout)
+            self.router.end_late_waits()
 
     async def stage(self) -> None:
         self.trained += 1

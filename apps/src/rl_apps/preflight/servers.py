@@ -146,8 +146,8 @@ async def _probe_server(run: Run[Any], address: str, first_version: int) -> None
     """
     assert run.layout.rollout is not None
     engine_class = registry.load("rl.inference_engines", run.layout.rollout.backend)
-    settings, spec = run.config.rollout, serve_spec(run)
-    client = engine_class(settings.server, spec, replace(settings.client, rejoin_timeout=0.0, probe_interval=0.0))
+    settings, spec = run.config.rollout, replace(serve_spec(run), rejoin_timeout=0.0)
+    client = engine_class(settings.server, spec, settings.client)
     client.initialize([address], os.environ.get(RUN_KEY_VARIABLE, ""))
     try:
         for server in client.servers:

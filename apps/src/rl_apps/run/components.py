@@ -58,6 +58,10 @@ _UPDATE_FRACTION = 0.9
 """Fraction of `publish.timeout` after which the client evicts a server that stages a version, so that the publication
 can still succeed with the other servers."""
 
+_REJOIN_MARGIN = 60.0
+"""Seconds, in addition to the `ready_timeout` of a restarted server, to notice its loss and to load the committed
+weights."""
+
 STUCK_EXIT_CODE = 70
 """Exit code of a trainer process that was ended because its training thread was stuck."""
 
@@ -168,20 +172,15 @@ class Components(ExitStack):
         )
 
     def client(self, engine: TrainEngine) -> InferenceEngine:
-        """Wait until the servers are ready, and build their client (collective). Only data-parallel leaders use it.
-
-        The client waits for lost servers only if the launcher may restart them.
-        """
+        """Wait until the servers are ready, and build their client (collective). Only data-parallel leaders use it."""
         assert self.run.layout.rollout is not None
         engine_class = registry.load("rl.inference_engines", self.run.layout.rollout.backend)
         settings, loop = self.config.rollout.client, self.loop
         ranks = engine.parallel
         if not attached(self.config, self.run.layout):  # the command has already checked attached servers
             self.await_servers(engine_class.server_spec(self.config.rollout.server, serve_spec(self.run)), ranks)
-            if not self.config.launcher.max_restarts:
-                settings = replace(settings, rejoin_timeout=0.0)
-        settings = settings.shared_by(ranks.dp_size)
-        client: InferenceEngine = engine_class(self.config.rollout.server, serve_spec(self.run), settings)
+        spec = replace(serve_spec(self.run), clients=ranks.dp_size)
+        client: InferenceEngine = engine_class(self.config.rollout.server, spec, settings)
         client.initialize(list(self.run.servers), os.environ.get(RUN_KEY_VARIABLE, ""))
         self._at_stop.append(client.stop_waiting_for_servers)
         if not attached(self.config, self.run.layout) and not client.follow_discovery(server_source(self.run)):
@@ -321,7 +320,9 @@ class Components(ExitStack):
         config, loop = self.config, self.loop
         dtype, interrupt = config.actor.dtype, config.rollout.interrupt
         directory = str(weights_directory(self.run.directory, config.publish.route))
-        publisher = rl_trainers.WeightPublisher(engine, client, loop, config.publish, directory, interrupt, dtype)
+        # a publication may wait for a server to rejoin
+        publish = replace(config.publish, timeout=config.publish.timeout + rejoin_timeout(self.run))
+        publisher = rl_trainers.WeightPublisher(engine, client, loop, publish, directory, interrupt, dtype)
         sharing = None
         if self.run.layout.shared:
             sharing = rl_trainers.MemorySharing(engine, client, loop, config.publish.timeout)
@@ -461,7 +462,19 @@ def serve_spec(run: Run[Any]) -> ServeSpec:
         shared=run.layout.shared and not attached(run.config, run.layout),
         deterministic=run.config.deterministic,
         update_timeout=_UPDATE_FRACTION * run.config.publish.timeout,
+        rejoin_timeout=rejoin_timeout(run),
     )
+
+
+def rejoin_timeout(run: Run[Any]) -> float:
+    """Return the seconds for which a run without servers waits for one; 0 if the launcher restarts none.
+
+    The owner of attached servers restarts them, within the same time.
+    """
+    if not run.config.launcher.max_restarts and not attached(run.config, run.layout):
+        return 0.0
+    ready_timeout: float = getattr(run.config.rollout.server, "ready_timeout", JobSpec.ready_timeout)
+    return ready_timeout + _REJOIN_MARGIN
 
 
 def memory_of(run: Run[Any]) -> tuple[str, ...]:

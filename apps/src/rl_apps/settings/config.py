@@ -91,8 +91,8 @@ class ServingSettings(RuntimeConfig):
     """Port of the first server; the others use the following ports. 0: any free port."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Settings of the servers. `allocation` selects the inference engine, which defines them."""
-    client: ClientConfig = field(default_factory=lambda: ClientConfig(rejoin_timeout=180.0))
-    """Client of the servers. `rejoin_timeout` only applies if the launcher restarts servers."""
+    client: ClientConfig = field(default_factory=ClientConfig)
+    """Client of the servers."""
 
 
 @dataclass
@@ -250,13 +250,6 @@ class ServedConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.launcher.max_restarts == 0 or self.publish.timeout > self.rollout.client.rejoin_timeout,
-            "publish.timeout",
-            f"more than rollout.client.rejoin_timeout={self.rollout.client.rejoin_timeout:g} s, because a publication "
-            "may wait for a server to rejoin",
-            self.publish.timeout,
-        )
         require(
             self.launcher.max_restarts == 0 or self.rollout.client.progress_timeout > self.launcher.health_timeout,
             "rollout.client.progress_timeout",

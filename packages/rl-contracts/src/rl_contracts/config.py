@@ -8,7 +8,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar
@@ -282,7 +282,7 @@ class MicroBatchConfig(Settings):
 
 @dataclass
 class ClientConfig(Settings):
-    """Deadlines and probes of a client of inference servers, for any kind of server.
+    """Deadlines of a client of inference servers, for any kind of server.
 
     The client does not limit the number of open requests. In a run `rollout.max_concurrent` does.
     """
@@ -292,32 +292,3 @@ class ClientConfig(Settings):
     progress_timeout: float = bounded(120.0, "1 s or more", lambda seconds: seconds >= 1)
     """Seconds without progress after which a server counts as lost: no byte during generation, no response to a control
     request. A request that no server advances fails after the same time."""
-    probe_interval: float = bounded(2.0, "0 (never) or more", lambda seconds: seconds >= 0)
-    """Seconds between health probes of a server. Evicted servers are probed four times as often and rejoin once they
-    are healthy. If the run publishes a list of its servers, the client reads it twice as often. 0 disables both, so an
-    evicted server cannot rejoin."""
-    probe_timeout: float = bounded(5.0, "seconds above 0", lambda seconds: seconds > 0)
-    """Seconds to wait for the response to a health probe or for the list of servers."""
-    rejoin_timeout: float = 0.0
-    """Seconds for which requests and weight updates wait for a server to return when all servers are lost. 0: fail
-    immediately, because no process restarts the servers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.rejoin_timeout == 0 or (self.rejoin_timeout > 0 and self.probe_interval > 0),
-            "client.rejoin_timeout",
-            "0 s, or more with client.probe_interval above 0, because only probes detect that a server returned",
-            self.rejoin_timeout,
-        )
-
-    def shared_by(self, clients: int) -> ClientConfig:
-        """Return the settings of each of several clients of the same servers, with a longer probe interval.
-
-        Together the clients probe, and read the list of servers, about as often as a single client. The interval does
-        not grow beyond a quarter of `progress_timeout` (and of `rejoin_timeout`, if set). So each client notices in
-        time that a server is silent or has returned. After a failure a client probes immediately.
-        """
-        longest = min(self.progress_timeout, self.rejoin_timeout or self.progress_timeout) / 4
-        interval = min(clients * self.probe_interval, max(self.probe_interval, longest))
-        return replace(self, probe_interval=interval)

@@ -277,3 +277,8 @@ class ServeSpec:
     update_timeout: float = 300.0
     """Seconds within which a server must stage a new version of the weights. The commands derive it from
     `publish.timeout`."""
+    rejoin_timeout: float = 0.0
+    """Seconds for which requests and weight updates wait for a server to return when all servers are lost. 0: fail
+    immediately, because no process restarts the servers. The commands derive it from the servers' `ready_timeout`."""
+    clients: int = 1
+    """Number of clients of the servers. Each probes less often, so that together they probe about as often as one."""

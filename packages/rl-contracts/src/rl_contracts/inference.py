@@ -271,7 +271,7 @@ class InferenceEngine(ABC):
         Args:
             config: settings of the servers, an instance of this engine's `ServerConfig` subclass.
             spec: settings of the run.
-            client: deadlines, retries, probes, routing.
+            client: deadlines of the client.
         """
 
     @classmethod

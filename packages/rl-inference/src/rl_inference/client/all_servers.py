@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl_contracts.errors import WeightUpdateError
+from rl_inference.client import transport
 from rl_inference.client.file_limit import TooManyFilesError
 from rl_inference.client.router import Router
 from rl_inference.client.transport import Server, ServerLostError, Transport, failures
@@ -51,7 +52,7 @@ class AllServers:
             results of the servers that succeeded.
 
         Raises:
-            AllLostError: all servers were lost and may rejoin (`client.rejoin_timeout`). They are evicted.
+            AllLostError: all servers were lost and may rejoin (`ServeSpec.rejoin_timeout`). They are evicted.
             WeightUpdateError: no server succeeded, or this process has reached its limit of open files.
         """
         servers = self.router.live if servers is None else servers
@@ -61,7 +62,7 @@ class AllServers:
         for _, error in failed:
             if isinstance(error, TooManyFilesError):  # not a failure of the server
                 raise WeightUpdateError(f"could not {what}: {error}") from error
-        lost = bool(self.config.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in failed)
+        lost = bool(self.router.rejoin_timeout) and all(isinstance(error, ServerLostError) for _, error in failed)
         if succeeded or lost:
             for server, error in failed:
                 self.router.evict(server, f"could not {what}: {error}")
@@ -109,9 +110,7 @@ class AllServers:
         task, last_tokens = asyncio.create_task(work), -1.0
         try:
             while not (await asyncio.wait({task}, timeout=patience))[0]:
-                stats = await self.transport.call_until_evicted(
-                    server, self.protocol.stats(), self.config.probe_timeout
-                )
+                stats = await self.transport.call_until_evicted(server, self.protocol.stats(), transport.PROBE_TIMEOUT)
                 if stats.generated_tokens == last_tokens:
                     raise error
                 last_tokens = stats.generated_tokens

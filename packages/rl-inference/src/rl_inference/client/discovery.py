@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from rl_contracts.config import ClientConfig
 from rl_contracts.errors import ConfigError
 from rl_contracts.inference import ServerSource, is_address
 from rl_contracts.runtime.aio import run_in_thread
@@ -22,6 +21,8 @@ A single reading may see a directory that is being written.
 """
 _READINGS_PER_PROBE = 2
 """Number of readings of the source per probe of a server, because a reading is one small file per server."""
+_READ_SECONDS = 5.0
+"""Seconds without a result after which a warning states that a reading takes long. It is one small file per server."""
 _FAST_INTERVAL = 1.0
 """Maximum seconds between two readings while a server is lost or missing from the source."""
 _REMOVAL_SECONDS = 10.0
@@ -35,12 +36,17 @@ class Discovery:
     A server whose name has moved to another address is removed immediately. A server whose name is missing is removed
     after two such readings in a row. If it is live, another listed server must be live too, so that no reading removes
     the last live server. If the source is empty, raises an error or does not return, nothing changes.
+
+    Args:
+        source: function that returns the addresses of the servers by name.
+        router: router of the servers.
+        probe_interval: mean seconds between two probes of a server.
     """
 
-    def __init__(self, source: ServerSource, router: Router, config: ClientConfig) -> None:
+    def __init__(self, source: ServerSource, router: Router, probe_interval: float) -> None:
         self._source = source
         self._router = router
-        self._config = config
+        self._probe_interval = probe_interval
         self._missed: dict[str, int] = {}
         self._last_problem = ""
 
@@ -55,7 +61,7 @@ class Discovery:
     def _interval(self) -> float:
         """Mean seconds until the next reading; at most `_FAST_INTERVAL` while a server is lost or missing."""
         calm = not self._missed and all(server.is_live for server in self._router.servers)
-        interval = self._config.probe_interval / _READINGS_PER_PROBE
+        interval = self._probe_interval / _READINGS_PER_PROBE
         return interval if calm else min(interval, _FAST_INTERVAL)
 
     async def _read(self) -> dict[str, str]:
@@ -64,8 +70,8 @@ class Discovery:
         The source runs in a thread, because a shared file system may block, possibly forever.
         """
         reading = asyncio.wrap_future(run_in_thread(lambda: dict(self._source())))
-        while not (await asyncio.wait({reading}, timeout=self._config.probe_timeout))[0]:
-            self._log_change(f"no result within {self._config.probe_timeout:g} s (client.probe_timeout)")
+        while not (await asyncio.wait({reading}, timeout=_READ_SECONDS))[0]:
+            self._log_change(f"no result within {_READ_SECONDS:g} s")
         try:
             addresses = {name: checked_address(address) for name, address in reading.result().items()}
         except Exception as error:  # noqa: BLE001 - third-party code; its errors are logged and change nothing

@@ -15,6 +15,7 @@ from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec, StopReason
 from rl_contracts.errors import ConfigError, InferenceError, NoServersError
 from rl_contracts.inference import Canary, Capabilities, InferenceEngine, ServedModel, ServerConfig, ServerSource
 from rl_contracts.runtime.clock import Clock, SystemClock
+from rl_inference.client import transport
 from rl_inference.client.completion import PartialCompletion
 from rl_inference.client.discovery import Discovery, checked_address
 from rl_inference.client.file_limit import raise_file_limit
@@ -30,7 +31,6 @@ from rl_inference.client.transport import (
     ServerFailedError,
     ServerGoneError,
     ServerLostError,
-    ServerRestartedError,
     Transport,
     failures,
 )
@@ -54,7 +54,7 @@ class HttpEngine(InferenceEngine):
     Args:
         config: settings of the servers; None for the defaults.
         spec: settings of the run; None for the defaults.
-        client: deadlines and probes; None for the defaults.
+        client: deadlines; None for the defaults.
         clock: clock for cooldowns and deadlines; None for the system clock.
     """
 
@@ -93,18 +93,18 @@ class HttpEngine(InferenceEngine):
 
     def follow_discovery(self, source: ServerSource) -> bool:
         """Keep the list of servers equal to the list from `source`. See `InferenceEngine.follow_discovery`."""
-        self._monitor.discovery = Discovery(source, self._router, self.config)
-        return self._monitor.is_enabled
+        self._monitor.discovery = Discovery(source, self._router, self._monitor.probe_interval)
+        return True
 
     def stop_waiting_for_servers(self) -> None:
         """Fail weight updates and scores immediately if no server is left. Waiting calls fail at the next probe."""
         self._router.final = True
 
     def _connect(self, servers: list[Server], key: str) -> None:
-        self._router = Router(servers, self._clock, self.spec.version)
+        self._router = Router(servers, self._clock, self.spec.version, self.spec.rejoin_timeout)
         self._transport = Transport(self.config, self._protocol, key)
         self._updates = WeightUpdateClient(self.spec, self._router, self._transport, self.server_config.program())
-        self._monitor = ServerMonitor(self._router, self._transport, self._updates)
+        self._monitor = ServerMonitor(self._router, self._transport, self._updates, self.spec.clients)
 
     @property
     def servers(self) -> list[str]:
@@ -119,9 +119,7 @@ class HttpEngine(InferenceEngine):
     async def describe(self, server: str) -> ServedModel | None:
         """Return the self-description of one of the servers, or None if this kind of server has none."""
         live_server = self._router.named(server)
-        return await self._transport.call_until_evicted(
-            live_server, self._protocol.describe(), self.config.probe_timeout
-        )
+        return await self._transport.call_until_evicted(live_server, self._protocol.describe(), transport.PROBE_TIMEOUT)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Generate one complete completion, resuming it after interruptions and lost servers."""
@@ -164,7 +162,7 @@ class HttpEngine(InferenceEngine):
         while True:
             waited = await self._router.wait_open()
             if waited or not self._router.live:
-                await self._router.wait_live(self.config.rejoin_timeout)
+                await self._router.wait_live()
                 last_progress, tried, delay = self._clock.now(), set(), _FIRST_RETRY_SECONDS
             server = self._pick(completion, group)
             tokens_before, instance_id = len(completion.output_ids), server.life
@@ -223,7 +221,7 @@ class HttpEngine(InferenceEngine):
             return
         if not fatal:
             try:
-                await self._transport.call(server, self._protocol.health(), self.config.probe_timeout)
+                await self._transport.call(server, self._protocol.health(), transport.PROBE_TIMEOUT)
                 return
             except ServerGoneError:
                 pass
@@ -255,7 +253,7 @@ class HttpEngine(InferenceEngine):
         if server.state is ServerState.LEAVING:
             return
         server.record_error(str(error))
-        if isinstance(error, ServerRestartedError) or (isinstance(error, ServerGoneError) and self._monitor.is_enabled):
+        if isinstance(error, ServerGoneError):
             self._router.evict(server, f"is gone: {error}")
         elif isinstance(error, ServerLostError):
             self._router.failed(server, str(error))
@@ -315,10 +313,10 @@ class HttpEngine(InferenceEngine):
 
         The result is nan if the number does not show progress: the server is paused, or does not count each token.
         """
-        await self._transport.call(server, self._protocol.health(), self.config.probe_timeout)
+        await self._transport.call(server, self._protocol.health(), transport.PROBE_TIMEOUT)
         if not self._protocol.counts_tokens:
             return nan
-        stats = await self._transport.call(server, self._protocol.stats(), self.config.probe_timeout)
+        stats = await self._transport.call(server, self._protocol.stats(), transport.PROBE_TIMEOUT)
         return nan if stats.paused else stats.generated_tokens
 
     async def _receive(self, server: Server, completion: PartialCompletion) -> None:
@@ -388,7 +386,7 @@ class HttpEngine(InferenceEngine):
             server = self._router.named(address)
             return await self._run_request(server, self._transport.call(server, make_exchange()))
         start, failed_servers = self._clock.now(), list[tuple[str, str]]()
-        while await self._router.wait_live(self.config.rejoin_timeout, in_vain=False):
+        while await self._router.wait_live(in_vain=False):
             await self._router.wait_open()
             for server in self._router.sorted_by_load():
                 instance_id = server.life
@@ -398,7 +396,7 @@ class HttpEngine(InferenceEngine):
                     await self._record_failure("a score", failed_servers, server, instance_id, error)
                 except ServerBusyError:
                     pass
-            if not self.config.rejoin_timeout or self._clock.now() - start > self.config.progress_timeout:
+            if not self._router.rejoin_timeout or self._clock.now() - start > self.config.progress_timeout:
                 break
             await self._clock.sleep(_FIRST_RETRY_SECONDS)
         raise InferenceError(f"no live server could score: {self._router.reasons}")
@@ -488,7 +486,7 @@ class HttpEngine(InferenceEngine):
     async def _request_stats(self, servers: list[Server]) -> dict[Server, Stats]:
         """Return the metrics of each server that responds, and handle the failures of the others."""
         versions = [server.version for server in servers]
-        results = await self._call_all(servers, self._protocol.stats, self.config.probe_timeout)
+        results = await self._call_all(servers, self._protocol.stats, transport.PROBE_TIMEOUT)
         failed = dict(failures(servers, results))
         for server, error in failed.items():
             self._handle_failure(server, error)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from rl_contracts.errors import InferenceError, WeightUpdateError
 from rl_contracts.runtime.logging import get_logger
+from rl_inference.client import transport
 from rl_inference.client.discovery import Discovery
 from rl_inference.client.file_limit import TooManyFilesError
 from rl_inference.client.router import Router
@@ -18,6 +19,9 @@ from rl_inference.client.weight_update import WeightUpdateClient
 
 logger = get_logger("inference.client")
 
+PROBE_INTERVAL = 2.0
+"""Mean seconds between two probes of a live server by a single client. A lost server is noticed within seconds, at the
+cost of one small request."""
 CHECKS_BEFORE_EVICTION = 4
 """Number of probes of evicted servers per probe of live servers, because requests may wait for evicted ones."""
 
@@ -28,12 +32,19 @@ class ServerMonitor:
     A live server is evicted if its process ended, or if it does not respond after a failed request or for the progress
     timeout. An evicted server that responds is passed to `WeightUpdateClient.rejoin`, which decides whether to use it.
     If the task itself fails, all waits for a server end with its error.
+
+    Args:
+        router: router of the servers.
+        transport: HTTP session for the servers.
+        updates: weight updates of the servers.
+        clients: number of clients of the servers.
     """
 
-    def __init__(self, router: Router, transport: Transport, updates: WeightUpdateClient) -> None:
+    def __init__(self, router: Router, transport: Transport, updates: WeightUpdateClient, clients: int = 1) -> None:
         self._router = router
         self._transport = transport
         self._updates = updates
+        self._clients = clients
         self._probe_requested = asyncio.Event()
         self._silent_since: WeakKeyDictionary[Server, float] = WeakKeyDictionary()
         self._returning: set[Server] = set()
@@ -43,13 +54,20 @@ class ServerMonitor:
         """Service discovery, or None to keep the initial servers."""
 
     @property
-    def is_enabled(self) -> bool:
-        """True if servers are probed at all."""
-        return self._transport.config.probe_interval > 0
+    def probe_interval(self) -> float:
+        """Mean seconds between two probes of a live server.
+
+        All clients together probe about as often as a single client. The interval does not grow beyond a quarter of
+        `progress_timeout` (and of `rejoin_timeout`, if set), so each client notices in time that a server is silent or
+        has returned. After a failure a client probes immediately.
+        """
+        progress_timeout = self._transport.config.progress_timeout
+        longest = min(progress_timeout, self._router.rejoin_timeout or progress_timeout) / 4
+        return min(self._clients * PROBE_INTERVAL, max(PROBE_INTERVAL, longest))
 
     def start(self) -> None:
         """Start the task on the running event loop. Further calls do nothing."""
-        if self._task is None and self.is_enabled:
+        if self._task is None:
             self._task = asyncio.create_task(self._watch(), name="server-monitor")
             self._task.add_done_callback(self._on_task_end)
 
@@ -80,14 +98,14 @@ class ServerMonitor:
                 await asyncio.gather(
                     *(self._check(server, tasks) for server in (self._router.servers if probe_all else evicted))
                 )
-                self._router.give_up_after(self._transport.config.rejoin_timeout)
+                self._router.end_late_waits()
 
     async def _wait(self, fraction: float) -> bool:
         """Wait for a fraction of the probe interval or until `check_now`, and return whether `check_now` was called.
 
         The time is random, so that clients that started together do not probe at the same time.
         """
-        interval = self._transport.config.probe_interval * fraction * random.uniform(0.5, 1.5)
+        interval = self.probe_interval * fraction * random.uniform(0.5, 1.5)
         waits = {
             asyncio.ensure_future(self._router.clock.sleep(interval)),
             asyncio.ensure_future(self._probe_requested.wait()),
@@ -107,9 +125,7 @@ class ServerMonitor:
             return
         committed = server.version
         try:
-            health = await self._transport.call(
-                server, self._transport.protocol.health(), self._transport.config.probe_timeout
-            )
+            health = await self._transport.call(server, self._transport.protocol.health(), transport.PROBE_TIMEOUT)
         except TooManyFilesError as error:  # not a failure of the server
             if server.record_error(str(error)):
                 logger.warning("cannot probe server %s: %s", server.address, error)

@@ -54,10 +54,12 @@ class Router:
         servers: initial servers; `add` and `remove` change them.
         clock: clock for the cooldown of failed servers.
         version: version that the servers serve initially.
+        rejoin_timeout: seconds to wait for a server after the last live server was lost; see `ServeSpec`.
     """
 
-    def __init__(self, servers: list[Server], clock: Clock, version: int = 0) -> None:
+    def __init__(self, servers: list[Server], clock: Clock, version: int = 0, rejoin_timeout: float = 0.0) -> None:
         self.servers = servers
+        self.rejoin_timeout = rejoin_timeout
         self.version = version
         """Last version committed on all live servers. Never decreases."""
         self.rejoins = 0
@@ -202,30 +204,29 @@ class Router:
             self.sums[name] += value - last_value if value >= last_value else value
         server.counted = counters
 
-    async def wait_live(self, timeout: float, *, in_vain: bool = True) -> bool:
-        """Wait until a server is live.
+    async def wait_live(self, *, in_vain: bool = True) -> bool:
+        """Wait until a server is live. `end_late_waits` must be called regularly.
 
         Args:
-            timeout: seconds to wait after the last live server was evicted. `give_up_after` must be called regularly.
             in_vain: whether to wait even if no process will restart lost servers.
 
         Returns:
-            True if a server is live. False after the timeout, or if no server can return.
+            True if a server is live. False after `rejoin_timeout`, or if no server can return.
         """
         while not self.live:
-            expired = self.clock.now() - self._no_server_since > timeout
-            if not timeout or expired or self.ended is not None or (self.final and not in_vain):
+            expired = self.clock.now() - self._no_server_since > self.rejoin_timeout
+            if not self.rejoin_timeout or expired or self.ended is not None or (self.final and not in_vain):
                 return False
             self._changed.clear()
             await self._changed.wait()
         return True
 
-    def give_up_after(self, timeout: float) -> None:
-        """Wake the callers of `wait_live` if no server was live for `timeout` seconds or none will be restarted.
+    def end_late_waits(self) -> None:
+        """Wake the callers of `wait_live` if no server was live for `rejoin_timeout` or none will be restarted.
 
         The server monitor calls this regularly.
         """
-        if self.final or self.clock.now() - self._no_server_since > timeout:
+        if self.final or self.clock.now() - self._no_server_since > self.rejoin_timeout:
             self._changed.set()
 
     def stop_waiting(self, error: BaseException) -> None:

@@ -19,6 +19,9 @@ from rl_inference.client.file_limit import NO_FILE_LEFT, TooManyFilesError
 from rl_inference.client.protocol import Call, Exchange, ServerProtocol
 from rl_inference.client.server_state import SERVER_TRANSITIONS, ServerState, require_transition
 
+PROBE_TIMEOUT = 5.0
+"""Seconds to wait for a response that needs no work, such as to a health probe. A healthy server responds within
+milliseconds; the rest covers a lost packet and a busy machine."""
 _CONNECT_SECONDS = 5.0
 """Seconds to wait for a connection to a server, longer than a retransmission of a lost packet (1 s, then 2 s)."""
 

@@ -16,6 +16,7 @@ from rl_contracts.errors import InferenceError, ReceiversLostError, WeightUpdate
 from rl_contracts.inference import Canary, ServerProgram
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.weights import CommittedWeights, read_committed, with_rank
+from rl_inference.client import transport
 from rl_inference.client.all_servers import AllLostError, AllServers
 from rl_inference.client.router import Router
 from rl_inference.client.server_state import UPDATE_TRANSITIONS, ServerState, UpdateState, require_transition
@@ -88,7 +89,7 @@ class WeightUpdateClient:
         if self.state is UpdateState.SLEEPING and not self._router.live:
             self._move(UpdateState.IDLE)  # a server that rejoins is awake
         await self._end_rejoin()
-        while await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
+        while await self._router.wait_live(in_vain=False):
             with contextlib.suppress(AllLostError):
                 async with self._lock:
                     return await self._stage_all(meta)
@@ -110,7 +111,7 @@ class WeightUpdateClient:
                 self._move(UpdateState.IDLE)
                 self._loading.release()
         # All servers were lost during the commit. The version counts as committed, so a server must load it to rejoin.
-        if not await self._router.wait_live(self._transport.config.rejoin_timeout, in_vain=False):
+        if not await self._router.wait_live(in_vain=False):
             raise WeightUpdateError(f"no live server could commit version {version}: {self._router.reasons}.")
         return self._router.clock.now() - start
 
@@ -398,7 +399,7 @@ class WeightUpdateClient:
         for server, error in lost:
             self._drop(server, f"could not stage version {meta.version}: {error}")
         reasons = "; ".join(f"{server.address}: {error}" for server, error in lost or failed)
-        if lost and (self._router.live or self._transport.config.rejoin_timeout):
+        if lost and (self._router.live or self._router.rejoin_timeout):
             raise ReceiversLostError(f"route {meta.route}, version {meta.version}: servers were lost: {reasons}.")
         raise WeightUpdateError(f"route {meta.route}: no server could stage version {meta.version}: {reasons}.")
 
@@ -491,7 +492,7 @@ class PauseRenewal:
             async with self._lock:
                 calls = (
                     servers.transport.call_until_evicted(
-                        server, servers.protocol.pause(mode, servers.lease), servers.config.probe_timeout
+                        server, servers.protocol.pause(mode, servers.lease), transport.PROBE_TIMEOUT
                     )
                     for server in servers.router.live
                 )

@@ -67,7 +67,8 @@ class PublishConfig(Settings):
     """Policy for low-rank adapters. `auto`: send them alone if all servers can add them to their base weights, else the
     full merged weights. `always`: reject servers that cannot. `never`: send the full merged weights."""
     timeout: float = bounded(300.0, "more than 0 seconds", lambda seconds: seconds > 0)
-    """Timeout of staging on all servers, in seconds, and separately of the commit."""
+    """Timeout of staging on all servers, in seconds, and separately of the commit. A run adds the time that it waits
+    for lost servers."""
 
     canary: str = choice("auto", ("auto", "always"))
     """Servers that must pass the canary check after an update, before they get requests again. `auto`: servers

@@ -111,5 +111,7 @@ RENAMED = {
     "rollout.endpoint.rows": "rollout.endpoint.sequences_per",
     "rollout.rehearsal": "rollout.trial_episode",
     "rollout.server.slots": "rollout.server.max_sequences",
+    "trackers.name": "trial",
+    "trackers.project": "experiment",
 }
 """Earlier names of settings, each with the current one."""

@@ -122,9 +122,10 @@ def test_publisher_adapter_always_without_support_is_rejected(components, tmp_pa
 
 
 @pytest.mark.parametrize(("interrupt", "seconds"), [("keep", 5.0), ("recompute", 5.0), ("wait", 25.0)])
-def test_commit_timeout_includes_drain_timeout_only_to_wait(components, interrupt, seconds):
+def test_commit_timeout_includes_drain_seconds_only_to_wait(components, interrupt, seconds, monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.publisher.DRAIN_SECONDS", 20.0)
     *_, publisher = components
-    publisher.config, publisher.interrupt = PublishConfig(timeout=5.0, drain_timeout=20.0), interrupt
+    publisher.config, publisher.interrupt = PublishConfig(timeout=5.0), interrupt
     assert publisher._commit_timeout == seconds
 
 

@@ -558,11 +558,6 @@ ELSEWHERE = [
         value="40",
     ),
     Elsewhere(
-        "launcher.finish_seconds",
-        "needs a request to stop",
-        f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",
-    ),
-    Elsewhere(
         "launcher.grace_seconds",
         "needs a request to stop",
         f"{LAUNCHERS}signals.py::test_trainer_that_ignores_sigterm_is_killed_after_grace",

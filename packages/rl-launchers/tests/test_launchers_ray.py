@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,3 +132,18 @@ def test_end_reason_after_close_is_stopped(tmp_path: Path) -> None:
     nodes = RayNodes(tmp_path, RaySchedulerConfig())
     nodes.close()
     assert nodes.end_reason(Node("a", "a.lan", 1)) == "was stopped"
+
+
+@pytest.mark.parametrize(("deadline", "signal_times"), [(0, [1000.0]), (1_060_000, [1000.0, 1020.0])])
+def test_drained_node_sends_sigterm_twice_before_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline: int, signal_times: list[float]
+) -> None:
+    nodes, now, sent = RayNodes(tmp_path, RaySchedulerConfig()), 999.0, list[float]()
+    connection = SimpleNamespace(state={"draining": {}, "ended": {}}, problem=lambda: "")
+    monkeypatch.setattr(nodes, "_connection", connection)
+    monkeypatch.setattr(launchers_ray.time, "time", lambda: now)
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(now))
+    for now in (999.0, 1000.0, 1019.0, 1020.0, 1060.0):
+        connection.state["draining"] = {"a": deadline} if now >= 1000 else {}
+        assert nodes.end_reason(Node("a", "a.lan", 1)) == ""
+    assert sent == signal_times

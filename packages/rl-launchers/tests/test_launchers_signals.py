@@ -24,7 +24,7 @@ from rl_contracts.scheduler import JobSpec
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler
 
 folder, trainer, delay = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-SERVER, grace, finish = sys.argv[4], float(sys.argv[5]), float(sys.argv[6])
+SERVER, grace = sys.argv[4], float(sys.argv[5])
 
 def trainers(servers):
     (folder / "port").write_text(str(servers[0].port))
@@ -34,8 +34,7 @@ def trainers(servers):
 command = (sys.executable, "-c", SERVER, delay, "{host}", "{port}", str(folder))
 rollout = JobSpec("rollout", command, ready_path="/", scratch=(str(folder / "scratch"),))
 (folder / "started").touch()
-config = LauncherConfig(grace_seconds=grace, finish_seconds=finish)
-sys.exit(Launcher(LocalScheduler(folder / "logs"), config).run([rollout], trainers))
+sys.exit(Launcher(LocalScheduler(folder / "logs"), LauncherConfig(grace_seconds=grace)).run([rollout], trainers))
 """
 
 TRAINER = """
@@ -71,11 +70,10 @@ class Program:
         delay: float = 0.0,
         prefix: tuple[str, ...] = (),
         grace: float = 40.0,
-        finish: float = 0.0,
         terminal: int | None = None,
     ) -> None:
         self.folder = folder
-        options = map(str, (folder, trainer, delay, SERVER, grace, finish))
+        options = map(str, (folder, trainer, delay, SERVER, grace))
         command = [*prefix, sys.executable, "-c", PROGRAM, *options]
         if terminal is None:
             self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -194,8 +192,11 @@ def test_first_signal_waits_beyond_grace_and_second_ends_run(start: Callable[...
 
 @pytest.mark.slow
 def test_trainer_that_ignores_sigterm_is_killed_after_grace(start: Callable[..., Program]) -> None:
-    program = start(trainer=IGNORING_TRAINER, grace=1.0, finish=0.5).wait_for_file("training")
+    program = start(trainer=IGNORING_TRAINER, grace=1.0).wait_for_file("training")
 
+    program.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        program.exit_code_within(1)
     program.process.send_signal(signal.SIGINT)
 
     assert program.exit_code_within(20) == 130  # less than the grace period of 40 s in the other tests

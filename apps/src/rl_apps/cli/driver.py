@@ -279,8 +279,7 @@ def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[s
         setting("run_dir", str(run.directory)),
     )
     roles = (*server_jobs(run, devices), trainer_job(reference, run, devices, []))
-    launcher = run.config.launcher
-    return JobSubmission(command, run.directory, roles, launcher.finish_seconds + launcher.grace_seconds)
+    return JobSubmission(command, run.directory, roles, run.config.launcher.grace_seconds)
 
 
 def _clear_weights(run: Run[Any]) -> Path:

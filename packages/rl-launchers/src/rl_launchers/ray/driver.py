@@ -121,7 +121,9 @@ class PlacementGang:
                 if name_of(nodes[index]) not in self._lost
             ],
             "ended": self._ended,
-            "draining": [name_of(node) for node in nodes.values() if node["NodeID"] in draining],
+            "draining": {
+                name_of(node): draining[node["NodeID"]] for node in nodes.values() if node["NodeID"] in draining
+            },
             "living": living_nodes(),
         }
 

@@ -26,6 +26,7 @@ from rl_contracts.scheduler import Node, Resources
 from rl_launchers.cluster.nodes import LOOPBACK, NodeProvider
 from rl_launchers.cluster.scheduler import ClusterScheduler, ClusterSchedulerConfig
 from rl_launchers.supervise import exit_report
+from rl_launchers.supervise.interrupts import ONE_REQUEST
 
 logger = get_logger("launcher")
 
@@ -294,7 +295,8 @@ class DriverConnection:
 class RayNodes(NodeProvider):
     """Provides the nodes of a placement group.
 
-    If Ray drains a node, this process sends itself SIGTERM, which stops the run.
+    If Ray drains a node, this process sends itself SIGTERM, which stops the run. A second SIGTERM follows after a third
+    of the time until the node's deadline, so that the trainers abandon the running step and save in the remaining time.
 
     Args:
         log_dir: directory of the driver's log, `ray.log`, on a file system that all nodes share.
@@ -305,7 +307,9 @@ class RayNodes(NodeProvider):
         self._log_dir, self._config = Path(log_dir), config
         self._connection: DriverConnection | None = None
         self._counter, self._agent_numbers = itertools.count(), dict[str, str]()
-        self._drain_reported = self._has_claimed = False
+        self._has_claimed = False
+        self._drain_signals: list[float] | None = None
+        """Times at which this process will send itself SIGTERM, or None before a node is drained."""
 
     def nodes(self) -> list[Node]:
         """Return the live nodes with a bundle. The first call waits for the placement group."""
@@ -334,12 +338,24 @@ class RayNodes(NodeProvider):
         """Return why the agent ended, or "". All agents count as ended if Ray does not answer."""
         if self._connection is None:
             return "was stopped"
-        if (draining := self._connection.state["draining"]) and not self._drain_reported:
-            self._drain_reported = True
-            logger.warning("Ray drains %s; stopping the run with SIGTERM.", ", ".join(draining))
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._stop_if_draining(self._connection.state["draining"])
         why: str = self._connection.state["ended"].get(self._agent_numbers.get(node.name, ""), "")
         return why or (f"is unreachable: {problem}" if (problem := self._connection.problem()) else "")
+
+    def _stop_if_draining(self, draining: Mapping[str, int]) -> None:
+        """Send this process the SIGTERM signals that are due.
+
+        Args:
+            draining: deadline of each drained node in ms since the epoch; 0 for no deadline.
+        """
+        now = time.time()
+        if draining and self._drain_signals is None:
+            logger.warning("Ray drains %s; stopping the run with SIGTERM.", ", ".join(draining))
+            remaining = [deadline / 1000 - now for deadline in draining.values() if deadline]
+            self._drain_signals = [now, *(now + max(min(remaining) / 3, ONE_REQUEST) for _ in remaining[:1])]
+        while self._drain_signals and now >= self._drain_signals[0]:
+            del self._drain_signals[0]
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         """End the agents, and free the placement group. A cluster that was started for the run ends, too."""

@@ -52,12 +52,9 @@ class LauncherConfig(RestartConfig):
     options: SchedulerConfig | None = None
     """Settings of the scheduler, an instance of its settings class; None for the defaults."""
     grace_seconds: float = bounded(30.0, "0 or more", lambda seconds: seconds >= 0)
-    """Seconds for trainers to save the last finished step after they abandon the running one (after a second stop
-    request, or after `finish_seconds`). Then they are killed."""
-    finish_seconds: float = bounded(0.0, "0 (no limit) or more", lambda seconds: seconds >= 0)
-    """Seconds for the running step to finish after a stop request, before trainers abandon it. 0: no limit. Slurm kills
-    a job soon after its stop request. Therefore 0 means a third of `grace_seconds` with Slurm, and saving gets the
-    other two thirds."""
+    """Seconds for trainers to save the last finished step after they abandon the running one at a second stop request.
+    Then they are killed. Slurm kills a job soon after the first stop request. There, a third of these seconds is for
+    the running step to finish, and the rest for saving."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,9 +67,9 @@ class LauncherConfig(RestartConfig):
     def stop_limits(self) -> tuple[float, float]:
         """Return the seconds until trainers abandon the running step, and from then until they are killed."""
         assert self.options is not None
-        if self.options.kills_soon and not self.finish_seconds:
+        if self.options.kills_soon:
             return self.grace_seconds / 3, self.grace_seconds * 2 / 3
-        return self.finish_seconds or math.inf, self.grace_seconds
+        return math.inf, self.grace_seconds
 
     def scheduler(self, log_dir: Path) -> Scheduler:
         """Create the scheduler, whose workers write their logs to `log_dir`."""

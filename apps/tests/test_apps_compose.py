@@ -139,8 +139,8 @@ def test_setting_of_another_engine_names_that_engine(capsys, setting):
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_server_and_any_engine_share_one_gpu(engine, capsys):
-    assert main("gsm8k-grpo", [f"allocation=embedded:d1|{engine}:d1", "launcher.options.gpus=[0]", "--dry-run"]) == 0
+def test_server_and_any_engine_share_one_gpu(engine):
+    assert main("gsm8k-grpo", [f"allocation=embedded:d1|{engine}:d1", "cluster.devices=1", "--dry-run"]) == 0
 
 
 def test_help_lists_third_party_settings(third_party, capsys):
@@ -316,7 +316,7 @@ def test_split_server_gets_devices_and_cores_of_all_ranks(third_party, tmp_path,
 @pytest.mark.parametrize(("servers", "ranks"), [("d2", "d2"), ("d1t2", "d2")])
 def test_shared_gpus_are_counted_once(third_party, tmp_path, servers, ranks):
     allocation = f"allocation=theirserver:{servers}|fsdp:{ranks}"
-    config = APP.config([allocation, "launcher.kind=local", "launcher.options.gpus=['4','5']"])
+    config = APP.config([allocation, "launcher.kind=local", "cluster.devices=2"])
     layout = layout_of(config.allocation, "required")
     devices = devices_of(layout, config.cluster, config.launcher)
     run = Run(config, layout, tmp_path, devices.kind)
@@ -358,18 +358,16 @@ def test_shared_gpus_without_scheduler_or_memory_are_rejected(third_party, capsy
     error = _reject(capsys, "allocation=theirserver:d1|fsdp:d1", *machine)
     assert "launcher.kind=machine with allocation=theirserver:d1|fsdp:d1: expected `+`" in error
 
-    local = ("launcher.options.gpus=['0']", "--dry-run")
+    local = ("cluster.devices=1", "--dry-run")
     error = _reject(capsys, "allocation=vllm:d1|fsdp:d1", "rollout.server.memory_share=0.9", *local)
     assert "rollout.server.memory_share: expected at most 0.7" in error
 
 
 def test_ipc_without_a_shared_gpu_is_rejected(third_party, capsys):
-    for allocation, gpus in (("embedded:d1+fsdp:d1", "['0','1']"), ("embedded:d2|fsdp:d2", "['0','1']")):
-        error = _reject(
-            capsys, f"allocation={allocation}", f"launcher.options.gpus={gpus}", "publish.route=ipc", "--dry-run"
-        )
+    for allocation in ("embedded:d1+fsdp:d1", "embedded:d2|fsdp:d2"):
+        error = _reject(capsys, f"allocation={allocation}", "cluster.devices=2", "publish.route=ipc", "--dry-run")
         assert f"publish.route with allocation={allocation}: expected shm on one host" in error
-    shared = ("allocation=embedded:d1|fsdp:d1", "launcher.options.gpus=['0']", "publish.route=ipc")
+    shared = ("allocation=embedded:d1|fsdp:d1", "cluster.devices=1", "publish.route=ipc")
     assert main("gsm8k-grpo", [*shared, "--dry-run"]) == 0
     assert "# Devices: 1 of 1 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 

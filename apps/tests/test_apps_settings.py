@@ -342,7 +342,6 @@ def commands(at, port=4711):
         "allocation": "fsdp:d2",
         "launcher.kind": "rl_launchers:LocalScheduler",
         "launcher.options.host": "localhost",
-        "launcher.options.gpus": "[]",
         "checkpoint.every": 2,  # not due at step 1, which tests every_epochs
         "checkpoint.best_metric": "grad_norm",
         "recover.every": 2,  # not due at step 1, which tests every_minutes
@@ -397,7 +396,7 @@ def commands(at, port=4711):
     }
     canary = {"publish.canary": "always"}
     short = {"evaluation.max_new_tokens": 9, "rollout.generation.max_new_tokens": 12}
-    deterministic = {"deterministic": "true", "launcher.options.pin_cores": "true"}
+    deterministic = {"deterministic": "true"}
     variants = {
         "grpo": Command(GRPO, common | trainer | servers | algorithm, KEPT),
         "grpo-same": Command(
@@ -442,7 +441,6 @@ KEPT = (
     "rollout.dynamic_sampling",
     "rollout.endpoint.discount",
     "rollout.max_rejected_in_row",
-    "launcher.options.pin_cores",
 )
 """Settings that the largest commands do not change."""
 SUPERVISED_KEPT = (*KEPT, "actor.minibatches")

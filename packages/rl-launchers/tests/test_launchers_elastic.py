@@ -14,7 +14,8 @@ from rl_contracts.runtime.name_service import FileNames
 from rl_contracts.runtime.run_files import read_json
 from rl_contracts.scheduler import JobSpec, Worker
 from rl_contracts.testing.processes import free_port
-from rl_launchers import Launcher, LauncherConfig, LocalScheduler, LocalSchedulerConfig, Resume, RunControl
+from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
+from rl_launchers.local import scheduler as local_scheduler
 from rl_launchers.supervise import server_scaling
 from rl_launchers.supervise.server_scaling import ServerScaler
 
@@ -119,14 +120,14 @@ def test_scale_unknown_role_is_rejected_with_server_roles(scheduler: LocalSchedu
     assert "no server role 'actor'; its server roles: rollout" in requester.replies[0]["text"]
 
 
-def test_scale_beyond_gpus_is_rejected_with_counts(tmp_path: Path) -> None:
+def test_scale_beyond_gpus_is_rejected_with_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["0", "1"])
     requester = Requester(tmp_path, "4")
-    config = LocalSchedulerConfig(gpus=["0", "1"])
-    with LocalScheduler(tmp_path / "logs", config) as scheduler:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
         assert requester.run(scheduler, [server("rollout", gpus=1)]) == 0
     (reply,) = requester.replies
     assert not reply["right"]
-    assert "needs 3 gpus, but 1 of this machine's 2 are free" in reply["text"]
+    assert "needs 3 GPUs, but 1 of this machine's 2 are free" in reply["text"]
     assert reply["text"].endswith("first. 1 servers, all ready")
     assert list(requester.published[0]) == ["servers/rollout/0"]
 
@@ -148,11 +149,12 @@ def test_scale_to_many_servers_starts_a_few_per_poll(tmp_path: Path) -> None:
     assert sizes == [1, 9, 17, 20]
 
 
-def test_scale_role_with_shared_devices_is_rejected(tmp_path: Path) -> None:
+def test_scale_role_with_shared_devices_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["0", "1"])
     requester = Requester(tmp_path, "2")
     trainer = JobSpec("actor", python(WAITS, str(requester.done)), colocated_with="rollout")
     requester.trainers = lambda servers: [trainer]  # type: ignore[method-assign]
-    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1"])) as scheduler:
+    with LocalScheduler(tmp_path / "logs") as scheduler:
         assert requester.run(scheduler, [server("rollout", gpus=1)]) == 0
     assert "shares its GPUs" in requester.replies[0]["text"]
 

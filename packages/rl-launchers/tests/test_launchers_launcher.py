@@ -252,7 +252,8 @@ def test_resources_are_assignable_gpus_and_usable_cores(monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     assert LocalSchedulerConfig().resources() == Resources(gpus=2, cores=1)
-    assert LocalSchedulerConfig(gpus=[]).resources().gpus == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert LocalSchedulerConfig().resources().gpus == 0
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from rl_contracts.testing.processes import free_port
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import LocalScheduler, LocalSchedulerConfig
 from rl_launchers.local import process
+from rl_launchers.local import scheduler as local_scheduler
 from rl_launchers.local.process import worker_environment
 
 FAMILY = """
@@ -168,25 +169,14 @@ def test_free_port_stays_reserved_while_role_exists(scheduler: LocalScheduler) -
     assert worker.port not in ports
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin processes")
-def test_pin_cores_gives_workers_separate_cores(tmp_path: Path) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    with LocalScheduler(tmp_path, LocalSchedulerConfig(pin_cores=True)) as scheduler:
-        workers = scheduler.create_workers(JobSpec("role", python(SLEEP), count=len(cores)))
-        wait_until(lambda: all(len(os.sched_getaffinity(worker.pid or 0)) == 1 for worker in workers))
-        pinned = [next(iter(os.sched_getaffinity(worker.pid or 0))) for worker in workers]
-        with pytest.raises(LaunchError, match="cores"):
-            scheduler.create_workers(JobSpec("one-too-many", python(SLEEP)))
-    assert sorted(pinned) == cores
-
-
-def test_gpus_workers_see_own_and_ranks_see_all_of_role(tmp_path: Path) -> None:
-    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["0", "1", "2", "3"])) as scheduler:
+def test_gpus_workers_see_own_and_ranks_see_all_of_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["0", "1", "2", "3"])
+    with LocalScheduler(tmp_path / "logs") as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
         ranks = environments(scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True))
         (none,) = environments(scheduler, tmp_path, JobSpec("cpu", ()))
         (own,) = environments(scheduler, tmp_path, JobSpec("own", (), gpus=1, env={"CUDA_VISIBLE_DEVICES": "0"}))
-        with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 4 are free"):
+        with pytest.raises(LaunchError, match="needs 1 GPUs, but 0 of this machine's 4 are free"):
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
         scheduler.delete_workers("server")
         (again,) = environments(scheduler, tmp_path, JobSpec("more", (), gpus=1))
@@ -194,14 +184,15 @@ def test_gpus_workers_see_own_and_ranks_see_all_of_role(tmp_path: Path) -> None:
     assert seen == ["0", "1", "2,3", "2,3", "", "0", "0"]
 
 
-def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path) -> None:
-    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["2", "3"])) as scheduler:
+def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["2", "3"])
+    with LocalScheduler(tmp_path / "logs") as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=1))
         ranks = environments(
             scheduler, tmp_path, JobSpec("actor", (), count=2, gpus=1, spmd=True, colocated_with="server")
         )
         scheduler.delete_workers("actor")
-        with pytest.raises(LaunchError, match="needs 1 gpus, but 0 of this machine's 2 are free"):
+        with pytest.raises(LaunchError, match="needs 1 GPUs, but 0 of this machine's 2 are free"):
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
         with pytest.raises(ConfigError, match=r"colocated_with: .*\['server'\].*'unknown'"):
             scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, colocated_with="unknown"))
@@ -209,8 +200,9 @@ def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path) -> No
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks)] == ["2", "3", "2,3", "2,3"]
 
 
-def test_gpus_servers_with_two_gpus_see_both(tmp_path: Path) -> None:
-    with LocalScheduler(tmp_path / "logs", LocalSchedulerConfig(gpus=["4", "5", "6", "7"])) as scheduler:
+def test_gpus_servers_with_two_gpus_see_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["4", "5", "6", "7"])
+    with LocalScheduler(tmp_path / "logs") as scheduler:
         servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=2))
 
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in servers] == ["4,5", "6,7"]

@@ -130,7 +130,6 @@ class LocalProcess:
         command: program and arguments.
         environment: complete environment.
         reaper: file descriptor on which the process registers with the reaper.
-        cores: cores to pin the process to; empty for no pinning.
         ready_path: URL path of the readiness check; None if the worker is ready once started.
 
     Raises:
@@ -143,7 +142,6 @@ class LocalProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         reaper: int,
-        cores: Sequence[str] = (),
         ready_path: str | None = None,
     ) -> None:
         self.worker = worker
@@ -154,7 +152,7 @@ class LocalProcess:
         with worker.log.open("ab") as log:
             self.log_start = log.tell()  # `log_tail` must not return lines of an earlier process
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", _EXEC_WORKER, str(reaper), ",".join(cores), *command],
+                [sys.executable, "-I", "-S", _EXEC_WORKER, str(reaper), *command],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,60 +1,46 @@
-"""Exclusive allocation of this machine's ports, cores and GPUs."""
+"""Exclusive allocation of this machine's ports and GPUs."""
 
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import sys
 from collections.abc import Iterable
 
 import psutil
 
-from rl_contracts.errors import ConfigError, LaunchError
+from rl_contracts.errors import LaunchError
 
 
-class Pool:
-    """Pool of resources, each held by at most one worker.
+class GpuPool:
+    """Pool of GPUs, each held by at most one worker.
 
     Args:
-        noun: plural noun for the resources, used in messages.
-        items: names of the resources.
+        names: names of the GPUs.
     """
 
-    def __init__(self, noun: str, items: Iterable[str]) -> None:
-        self._noun = noun
-        self._free = list(items)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._free = list(names)
         self.size = len(self._free)
-        """Total number of resources, free or in use."""
+        """Total number of GPUs, free or in use."""
 
     def acquire(self, count: int, role: str) -> list[str]:
-        """Take `count` free resources and return their names.
+        """Take `count` free GPUs and return their names.
 
         Raises:
             LaunchError: fewer than `count` are free; the message names the role.
         """
         if count > len(self._free):
             raise LaunchError(
-                f"role {role!r} needs {count} {self._noun}, but {len(self._free)} of this machine's {self.size} are "
-                f"free. Lower its count or its {self._noun} per process, or stop another role first."
+                f"role {role!r} needs {count} GPUs, but {len(self._free)} of this machine's {self.size} are "
+                "free. Lower its count or its GPUs per process, or stop another role first."
             )
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def release(self, items: Iterable[str]) -> None:
-        """Return resources to the pool."""
-        self._free.extend(items)
-
-
-def pinnable_cores() -> list[str]:
-    """Return the names of the cores that this process may use.
-
-    Raises:
-        ConfigError: this system cannot pin processes to cores.
-    """
-    if sys.platform != "linux":
-        raise ConfigError(f"pin_cores: expected false on {sys.platform}, found true. Only Linux can pin processes.")
-    return [str(core) for core in sorted(os.sched_getaffinity(0))]
+    def release(self, names: Iterable[str]) -> None:
+        """Return GPUs to the pool."""
+        self._free.extend(names)
 
 
 class PortReservation:

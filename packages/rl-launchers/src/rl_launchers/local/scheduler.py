@@ -18,7 +18,7 @@ from rl_contracts.runtime.machine import usable_cores, visible_gpus
 from rl_contracts.scheduler import JobSpec, Resources, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.local.process import LocalProcess, RankGroup, fill_in, ranks_of, worker_environment
 from rl_launchers.local.reaper import Reaper
-from rl_launchers.local.resources import Pool, PortReservation, pinnable_cores
+from rl_launchers.local.resources import GpuPool, PortReservation
 from rl_launchers.local.sessions import stop_sessions
 from rl_launchers.supervise import exit_report
 
@@ -36,16 +36,10 @@ class LocalSchedulerConfig(SchedulerConfig):
     host: str = "127.0.0.1"
     """Address on which servers and trainers listen. The default is loopback, which attached servers on other machines
     cannot reach."""
-    pin_cores: bool = False
-    """Pin each worker to separate cores, one per thread. This helps if many workers share a machine. It is an error if
-    there are fewer cores than threads."""
-    gpus: list[str] | None = None
-    """Names of the GPUs to assign; None for all GPUs that this process may use."""
 
     def resources(self) -> Resources:
-        """Return the number of GPUs to assign, and of the cores that this process may use."""
-        gpus = visible_gpus(os.environ) if self.gpus is None else self.gpus
-        return Resources(len(gpus), usable_cores())
+        """Return the number of GPUs (see `CUDA_VISIBLE_DEVICES`) and of cores that this process may use."""
+        return Resources(len(visible_gpus(os.environ)), usable_cores())
 
     def check(self, roles: Sequence[JobSpec]) -> None:
         """Reject roles whose fixed ports are in use."""
@@ -62,7 +56,6 @@ class _Slot:
 
     port: PortReservation | None = None
     gpus: list[str] = field(default_factory=list)
-    cores: list[str] = field(default_factory=list)
     process: LocalProcess | None = None
 
 
@@ -92,9 +85,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
     def __init__(self, log_dir: Path, config: LocalSchedulerConfig | None = None) -> None:
         config = config or LocalSchedulerConfig()
         self._log_dir = Path(log_dir)
-        self._host, self._pins_cores = config.host, config.pin_cores
-        self._cores = Pool("cores", pinnable_cores() if config.pin_cores else ())
-        self._gpus = Pool("gpus", visible_gpus(os.environ) if config.gpus is None else config.gpus)
+        self._host = config.host
+        self._gpus = GpuPool(visible_gpus(os.environ))
         self._roles: dict[str, _Role] = {}
         self._reaper: Reaper | None = None
 
@@ -110,8 +102,8 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
 
         Raises:
             ConfigError: the job spec is invalid.
-            LaunchError: the program does not exist, a fixed port is in use, GPUs or cores are insufficient, or the role
-                exists already. No worker of the role runs then.
+            LaunchError: the program does not exist, a fixed port is in use, GPUs are insufficient, or the role exists
+                already. No worker of the role runs then.
         """
         if spec.role in self._roles:
             raise LaunchError(f"role {spec.role!r} exists already. Delete its workers first, or choose another name.")
@@ -223,7 +215,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
         return exit_report.informative_tail(worker.log, lines)
 
     def delete_workers(self, role: str | None = None, grace: float = 5.0) -> None:
-        """Stop the workers of a role or of all roles, with their descendants, and release ports, GPUs and cores.
+        """Stop the workers of a role or of all roles, with their descendants, and release ports and GPUs.
 
         Calls are allowed at any time, also after an interrupted call. Unknown roles are ignored.
 
@@ -272,7 +264,6 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             if slot.port is not None:
                 slot.port.release()
             self._gpus.release([] if role.spec.colocated_with else slot.gpus)
-            self._cores.release(slot.cores)
         if not role.slots:
             if role.rendezvous is not None:
                 role.rendezvous.release()
@@ -297,7 +288,7 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
                 self._reaper.forget(process.session.pid)
 
     def _reserve(self, role: _Role, indices: Sequence[int]) -> None:
-        """Reserve ports, GPUs and cores for further workers before any of them starts."""
+        """Reserve ports and GPUs for further workers before any of them starts."""
         spec, number = role.spec, len(indices)
         if spec.colocated_with:
             gpus = [gpu for slot in self._roles[spec.colocated_with].slots.values() for gpu in slot.gpus]
@@ -305,12 +296,9 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
             gpus = [] if "CUDA_VISIBLE_DEVICES" in spec.env else self._gpus.acquire(spec.gpus * number, spec.role)
         for position, index in enumerate(indices):
             role.slots[index] = _Slot(gpus=gpus[position * spec.gpus : (position + 1) * spec.gpus])
-        cores = self._cores.acquire(spec.cpus * number, spec.role) if self._pins_cores else []
-        for position, index in enumerate(indices):
-            slot = role.slots[index]
-            slot.cores = cores[position * spec.cpus : (position + 1) * spec.cpus]
+        for index in indices:
             if _listens(spec):
-                slot.port = PortReservation(self._host, spec.port + index) if spec.port else self.reserve()
+                role.slots[index].port = PortReservation(self._host, spec.port + index) if spec.port else self.reserve()
         if spec.spmd and not role.group.master:
             role.rendezvous = self.reserve()
 
@@ -342,7 +330,6 @@ class LocalScheduler(Scheduler, AbstractContextManager["LocalScheduler"]):
                 command,
                 environment,
                 self._reaper.fd,
-                slot.cores,
                 spec.ready_path,
             )
         except OSError as error:

@@ -332,7 +332,10 @@ def test_resources_slurm_cannot_provide_raise_config_error(cluster, options, mes
     ("options", "message_parts"),
     [
         ({"time_limit": "soon"}, ("--time", "launcher.options.time_limit")),
-        ({"reservation": "mine"}, ("reservation is invalid", "launcher.options.reservation")),
+        (
+            {"sbatch_args": ["--reservation=mine"]},
+            ("reservation is invalid", "sbatch_args=[--reservation="),
+        ),
         ({"constraint": "huge|none"}, ("feature", "launcher.options.constraint")),
         ({"gpus_per_node": 8}, ("not available", "gpus_per_node")),
         ({"sbatch_args": ["--no-such-option"]}, ("no-such-option", "job.sh")),

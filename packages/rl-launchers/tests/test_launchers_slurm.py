@@ -119,15 +119,16 @@ def test_script_with_all_settings_has_sbatch_options(outside, tmp_path):
         cores_per_node=16,
         gpus_per_node=4,
         setup=["module load cuda"],
-        sbatch_args=["--mail-type=END"],
+        sbatch_args=["--qos=high"],
     )
 
     script = config.script(_submission(tmp_path / "my run"))
 
     first, second = script.partition("#SBATCH hetjob")[::2]
-    expected = ("--nodes=3", "--partition=cpu", "--account=me", "--time=4:00:00", "--mail-type=END", "--no-kill")
+    expected = ("--nodes=3", "--partition=cpu", "--account=me", "--time=4:00:00", "--qos=high", "--no-kill")
     assert all(f"#SBATCH {option}\n" in first for option in (*expected, "--requeue", "--signal=B:USR1@90"))
     assert "#SBATCH --nodes=3\n" in second
+    assert "#SBATCH --qos=high\n" in second
     assert "#SBATCH --partition=gpu\n" in second
     assert f"#SBATCH --output='{tmp_path}/my run/logs/launcher.log'\n" in first
     assert "\nmodule load cuda\n" in script

@@ -38,8 +38,8 @@ LAST_LINES = 10
 REMEDIES = {
     "partition": "Set launcher.options.partition to one that `sinfo` shows.",
     "account": "Set launcher.options.account to one that you may use.",
-    "qos": "Set launcher.options.qos to one that you may use.",
-    "reservation": "Set launcher.options.reservation to one that `scontrol show reservation` shows.",
+    "qos": "Set launcher.options.sbatch_args=[--qos=NAME], with a name that you may use.",
+    "reservation": "Set launcher.options.sbatch_args=[--reservation=NAME], with a name of `scontrol show reservation`.",
     "feature": "Set launcher.options.constraint to features that `sinfo -o %f` shows.",
     "time": "Set launcher.options.time_limit, for example to 4:00:00, within the partition's limit.",
     "node configuration": "Lower launcher.options.nodes, cores_per_node or gpus_per_node to what `sinfo -N -l` shows.",

@@ -84,10 +84,6 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Required features of `server_nodes`; empty for the value of `constraint`."""
     account: str = ""
     """Account to charge; empty for the user's default."""
-    qos: str = ""
-    """Quality of service; empty for the default."""
-    reservation: str = ""
-    """Reservation to run in; empty for none."""
     time_limit: str = ""
     """Time limit in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours`; empty for the partition's limit.
     Before it expires, the run saves a recovery checkpoint. With `requeue` it then continues under the same job id."""
@@ -104,7 +100,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     setup: list[str] = field(default_factory=list)
     """Shell commands to run in the job before the launcher starts, for example `module load cuda`. No secrets."""
     sbatch_args: list[str] = field(default_factory=list)
-    """Additional options of `sbatch`, for example `--mail-type=END`."""
+    """Additional options of `sbatch`, for example `[--qos=high, --reservation=mine]`."""
     srun_args: list[str] = field(default_factory=list)
     """Additional options of the `srun` command that starts each node agent."""
     template: str = ""
@@ -233,8 +229,6 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             "partition": component.partition,
             "constraint": component.constraint,
             "account": self.account,
-            "qos": self.qos,
-            "reservation": self.reservation,
             "time": self.time_limit,
         }
         options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value]

@@ -418,16 +418,15 @@ def no_slurm(monkeypatch):
 
 
 def test_slurm_job_has_cluster_nodes_machines(no_slurm, capsys):
-    slurm = ("launcher=slurm", "launcher.options.cores_per_node=2", "cluster.device=cpu", "--dry-run")
+    slurm = ("launcher=slurm", "cluster.cores=2", "cluster.devices=2", "cluster.device=cpu", "--dry-run")
     assert main("gsm8k-grpo", [*slurm, "cluster.nodes=2"]) == 0
     plan = capsys.readouterr().out
     assert "of 4 cores each on 2 nodes" in plan
     assert "#SBATCH --nodes=2\n" in plan
-
-    error = _reject(capsys, *slurm, "cluster.nodes=2", "launcher.options.nodes=3")
-    assert "launcher.options.nodes: expected 2" in error
-    assert "cluster.nodes=2" in error
-    assert ", found 3" in error
+    assert "#SBATCH --cpus-per-task=2\n" in plan
+    assert "gpus-per-node" not in plan  # with cluster.device=cpu
+    error = _reject(capsys, *slurm, "launcher.options.nodes=2")
+    assert "It was renamed to 'cluster.nodes'" in error
 
 
 def test_server_that_fits_on_no_machine_is_rejected(third_party, capsys):

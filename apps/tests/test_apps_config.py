@@ -303,7 +303,7 @@ def test_file_limit_below_concurrent_requests(capsys, monkeypatch):
     code, _, err = _run(capsys, *batch)
     allowed, allowed_out, _ = _run(capsys, *batch, "rollout.max_concurrent=455")
     above, _, _ = _run(capsys, *batch, "rollout.max_concurrent=456")
-    cluster_out = _run(capsys, *batch, "launcher=slurm", "launcher.options.nodes=1")[1]
+    cluster_out = _run(capsys, *batch, "launcher=slurm", "cluster.nodes=1")[1]
 
     shortage = "a trainer sends up to 4096 concurrent requests and needs about 4552 open files"
     assert (code, allowed, above) == (2, 0, 2)

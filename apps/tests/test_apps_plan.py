@@ -62,7 +62,7 @@ def test_dry_run_for_missing_gpus_works_but_a_start_fails(
     assert not directory.exists()
 
 
-TWO_NODES = ("launcher.options.nodes=2", "launcher.options.cores_per_node=8", "launcher.options.gpus_per_node=4")
+TWO_NODES = ("cluster.nodes=2", "cluster.cores=8", "cluster.devices=4")
 NO_RAY = "launcher.options.address=127.0.0.1:1"
 """Setting with an address that no Ray cluster listens on."""
 
@@ -75,11 +75,11 @@ NO_RAY = "launcher.options.address=127.0.0.1:1"
         (["launcher=ray", NO_RAY, *TWO_NODES], ["8 of 8 GPUs", "node0: rollout-0", "node1: actor-0"]),
         (
             ["launcher=slurm", TWO_NODES[0]],
-            ["1 core each (launcher.options.cores_per_node sets the number of cores per node) on 2 nodes"],
+            ["1 core each (cluster.cores sets the number of cores per node) on 2 nodes"],
         ),
         (
             ["launcher=ray", NO_RAY, TWO_NODES[0]],
-            ["1 core each (launcher.options.cores_per_node sets the number of cores per node) on 2 nodes"],
+            ["1 core each (cluster.cores sets the number of cores per node) on 2 nodes"],
         ),
     ],
 )

@@ -237,7 +237,7 @@ def ray(directory: Path) -> Iterator[Deployment]:
         for _ in range(3):
             cluster.add_node(cpus=2)
         period = float(clusters.LIGHT["RAY_health_check_period_ms"]) / 1000
-        settings = {"launcher": "ray", "launcher.options.nodes": 2, "launcher.options.cores_per_node": 2}
+        settings = {"launcher": "ray", "cluster.nodes": 2, "cluster.cores": 2}
         timeouts = {"Ray's health_check_period": period, "Ray's health checks until a node is dead": 5 * period}
         yield Deployment(
             settings,
@@ -251,7 +251,7 @@ def ray(directory: Path) -> Iterator[Deployment]:
 
 @contextmanager
 def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
-    """Run on a local Slurm cluster of four nodes."""
+    """Run on a local Slurm cluster of four nodes; the run uses two of them."""
     if os.geteuid() != 0:
         raise UnavailableError("a local Slurm cluster needs root")
     clusters = _clusters("slurm")
@@ -266,7 +266,7 @@ def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
         settings = {f"launcher.options.{name}": value for name, value in options.items()}
         timeouts = {"SlurmdTimeout": LOST_AFTER, "cred_expire": REQUEUE_AFTER} | NODE_TIMEOUT
         yield Deployment(
-            {"launcher": "slurm", **settings},
+            {"launcher": "slurm", "cluster.nodes": 2, **settings},
             cluster.environment,
             timeouts,
             kill=cluster.kill_node,
@@ -276,12 +276,12 @@ def slurm(directory: Path, **options: int) -> Iterator[Deployment]:
 
 def slurm_spare(directory: Path) -> Any:
     """Run in a Slurm allocation of two nodes and a spare node."""
-    return slurm(directory, nodes=2, spare_nodes=1)
+    return slurm(directory, spare_nodes=1)
 
 
 def slurm_requeue(directory: Path) -> Any:
     """Run in a Slurm allocation of two nodes without a spare node."""
-    return slurm(directory, nodes=2)
+    return slurm(directory)
 
 
 def _clusters(name: str) -> ModuleType:

@@ -205,7 +205,7 @@ def test_ray_run_with_lost_nodes_uses_every_prompt_once(
 ) -> None:
     """The cluster has three nodes with separate temporary directories; the run uses two.
 
-    The test never kills Ray's head, because this would end the cluster. With seed 21, Ray stores the names of the run.
+    The test never kills Ray's head, because this would end the cluster.
     """
     with ray(nodes=3) as cluster:
         nodes = [1, 2]
@@ -218,8 +218,7 @@ def test_ray_run_with_lost_nodes_uses_every_prompt_once(
             return f"node {lost}"
 
         run_dir, prompts, epochs = tmp_path / "run", 500, 2
-        names = "files" if seed == 20 else "ray"
-        settings = settings_of("ray", names=names) | {"publish.route": route, "allocation": ALLOCATIONS[route]}
+        settings = settings_of("ray") | {"publish.route": route, "allocation": ALLOCATIONS[route]}
         command = chaos.grpo_command(model, run_dir, prompts, epochs, **settings)
         part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", seed, 15, CLUSTER_FAULTS, kill_node=lose)
         part.run(seconds=2400)

@@ -156,8 +156,11 @@ def _slurm_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]]
 @contextmanager
 def _ray_of_four() -> Iterator[tuple[dict[str, Any], Callable[[dict[str, Any]], None], set[str]]]:
     with ray(nodes=4) as cluster:
-        settings = settings_of("ray", nodes=3, names="ray")
-        yield settings, lambda worker: cluster.kill_node(int(worker["host"].split(".")[-1]) - 2), {"127.0.0.2"}
+        yield (
+            settings_of("ray", nodes=3),
+            lambda worker: cluster.kill_node(int(worker["host"].split(".")[-1]) - 2),
+            {"127.0.0.2"},
+        )
 
 
 @pytest.mark.parametrize("cluster", [_ray_of_four, _slurm_of_four])
@@ -188,7 +191,7 @@ def test_lost_server_node_moves_the_server_and_keeps_the_trainers(cluster, small
 
 def test_slurm_heterogeneous_job_uses_one_partition_per_role(small, start_command):
     with slurm() as cluster:
-        options = {"nodes": 1, "server_nodes": 1, "partition": "front", "server_partition": "back"}
+        options = {"server_nodes": 1, "partition": "front", "server_partition": "back"}
         command = start_command("gsm8k-grpo", small | settings_of("slurm", **options) | {"total_steps": 2})
         nodes = nodes_of(command)
         command.finish(300)

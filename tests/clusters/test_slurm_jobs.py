@@ -28,7 +28,9 @@ from rl_launchers.slurm import batch_job, scheduler
 command, run_dir, options = json.loads(sys.argv[1])
 batch_job.POLL_SECONDS = 0.3
 scheduler.MAX_REQUEUES = options.pop("max_requeues", scheduler.MAX_REQUEUES)
+nodes = options.pop("nodes", 0)
 config = SlurmSchedulerConfig(**options)
+config.use_cluster(nodes)
 submission = JobSubmission(tuple(command), Path(run_dir), (), grace=1.0)
 code = config.attach(submission.run_dir)
 sys.exit(config.submit(submission) if code is None else code)
@@ -251,10 +253,10 @@ import os, pathlib, sys, time
 from rl_contracts.scheduler import JobSpec
 from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
 starts, logs = map(pathlib.Path, sys.argv[1:])
-with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=1, spare_nodes=2)) as scheduler:
+with SlurmScheduler(logs, SlurmSchedulerConfig(spare_nodes=2)) as scheduler:
     scheduler.create_workers(JobSpec("role", (sys.executable, "-c", "import time; time.sleep(600)"), cpus=2))
     scheduler.resize_workers("role", 1)
-    scheduler._find_new()
+    scheduler._add_new_machines()
     with starts.open("a") as file:
         file.write(os.environ.get("SLURM_RESTART_COUNT", "0") + " " + os.environ["SLURMD_NODENAME"] + "\\n")
     while len(starts.read_text().splitlines()) < 2:
@@ -284,7 +286,7 @@ import os, pathlib, sys, time
 from rl_contracts.scheduler import JobSpec, WorkerStatus
 from rl_launchers import SlurmScheduler, SlurmSchedulerConfig
 starts, logs = map(pathlib.Path, sys.argv[1:])
-with SlurmScheduler(logs, SlurmSchedulerConfig(nodes=2)) as scheduler:
+with SlurmScheduler(logs, SlurmSchedulerConfig()) as scheduler:
     spec = JobSpec("role", (sys.executable, "-c", "import time; time.sleep(600)"), count=2, cpus=2)
     one, two = scheduler.create_workers(spec)
     with starts.open("a") as file:
@@ -314,17 +316,19 @@ def test_submit_launcher_requeues_the_job_if_slurm_misses_a_lost_node(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message_parts"),
+    ("options", "nodes", "message_parts"),
     [
-        ({"partition": "nowhere"}, ("launcher.options.partition", "nowhere", "front")),
-        ({"nodes": 9}, ("launcher.options.nodes", "at most 4", "found 9")),
-        ({"server_nodes": 3, "server_partition": "back"}, ("launcher.options.server_nodes", "at most 2")),
-        ({"constraint": "huge"}, ("at most 0",)),
+        ({"partition": "nowhere"}, 0, ("launcher.options.partition", "nowhere", "front")),
+        ({}, 9, ("cluster.nodes", "at most 4", "found 9")),
+        ({"server_nodes": 3, "server_partition": "back"}, 0, ("launcher.options.server_nodes", "at most 2")),
+        ({"constraint": "huge"}, 0, ("at most 0",)),
     ],
 )
-def test_resources_slurm_cannot_provide_raise_config_error(cluster, options, message_parts):
+def test_resources_slurm_cannot_provide_raise_config_error(cluster, options, nodes, message_parts):
+    config = SlurmSchedulerConfig(**options)
+    config.use_cluster(nodes)
     with pytest.raises(ConfigError) as error:
-        SlurmSchedulerConfig(**options).resources()
+        config.resources()
     assert all(part in str(error.value) for part in message_parts)
 
 
@@ -337,7 +341,7 @@ def test_resources_slurm_cannot_provide_raise_config_error(cluster, options, mes
             ("reservation is invalid", "sbatch_args=[--reservation="),
         ),
         ({"constraint": "huge|none"}, ("feature", "launcher.options.constraint")),
-        ({"gpus_per_node": 8}, ("not available", "gpus_per_node")),
+        ({"sbatch_args": ["--gpus-per-node=8"]}, ("not available", "cluster.devices")),
         ({"sbatch_args": ["--no-such-option"]}, ("no-such-option", "job.sh")),
     ],
 )

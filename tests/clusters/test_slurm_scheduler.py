@@ -57,7 +57,7 @@ class TestSlurmScheduler(SchedulerConformance):
 
 
 def test_scheduler_worker_of_a_lost_node_restarts_on_the_spare(cluster, tmp_path):
-    config = SlurmSchedulerConfig(nodes=2, spare_nodes=1)
+    config = SlurmSchedulerConfig(spare_nodes=1)
     with allocation(cluster, "-N3"), SlurmScheduler(tmp_path, config) as scheduler:
         workers = scheduler.create_workers(JobSpec("role", SLEEP, count=2, cpus=2))
         assert len({worker.node for worker in workers}) == 2
@@ -87,7 +87,7 @@ def test_scheduler_resources_omit_a_node_that_is_down(cluster, tmp_path):
 
 
 def test_scheduler_heterogeneous_job_places_roles_on_their_components(cluster, tmp_path):
-    config = SlurmSchedulerConfig(nodes=1, server_nodes=2)
+    config = SlurmSchedulerConfig(server_nodes=2)
     with allocation(cluster, "-N1", "-pfront", ":", "-N2", "-pback"), SlurmScheduler(tmp_path, config) as scheduler:
         servers = scheduler.create_workers(JobSpec("rollout", SLEEP, count=2, cpus=2))
         trainers = scheduler.create_workers(JobSpec("actor", SLEEP, count=2, cpus=2, spmd=True))

@@ -85,7 +85,7 @@ def _cluster(kind: str) -> Iterator[tuple[dict[str, str], list[str], list[Path],
     """
     if kind == "slurm":
         with slurm() as cluster:
-            yield cluster.environment, ["launcher.options.nodes=2"], [cluster.directory], cluster.run
+            yield cluster.environment, ["cluster.nodes=2"], [cluster.directory], cluster.run
     elif kind == "ray":
         with ray(nodes=2, cpus=2) as cluster:
             yield cluster.environment, [], [cluster.directory], lambda: ""

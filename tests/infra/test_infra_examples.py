@@ -111,10 +111,10 @@ def test_kubernetes_commands_plan_a_run_that_fits_the_pods(path, no_cluster, cap
     needed = sum(engine.world_size for engine in (*allocation.train, *allocation.inference))
     assert gpus in (0, needed)
     ((replicas, limit),) = limits
-    resources = [f"launcher.options.nodes={replicas}", f"launcher.options.cores_per_node={limit['cpu']}"]
+    resources = [f"cluster.nodes={replicas}", f"cluster.cores={limit['cpu']}"]
     resources = [setting for setting in resources if setting.partition("=")[0] not in " ".join(words)]
     if gpus:
-        resources += [f"launcher.options.gpus_per_node={limit['nvidia.com/gpu']}"]
+        resources += [f"cluster.devices={limit['nvidia.com/gpu']}"]
     plan = _plan(words, capsys, *resources)
     if "Devices" in plan:
         assert f"on {replicas} nodes" in plan
@@ -138,7 +138,7 @@ def test_slurm_settings_print_a_plan_and_a_batch_script(name, no_cluster, capsys
     assert commands
     for words in commands:
         words = [str(ROOT / word) if word.startswith("infra/") else word for word in words]
-        plan = _plan(words, capsys, "launcher.options.cores_per_node=4", "cluster.device=cpu")
+        plan = _plan(words, capsys, "cluster.cores=4", "cluster.device=cpu")
         assert "on 2 nodes" in plan
         assert "#SBATCH --nodes=3" in plan  # two nodes and a spare node
         assert "#SBATCH --time=4:00:00" in plan
@@ -156,7 +156,7 @@ def _last_command(script):
 @pytest.mark.parametrize("script", ["slurm/gsm8k_grpo.sbatch", "ray/submit.sh"])
 def test_scripts_have_valid_syntax_and_their_commands_plan_a_run(script, no_cluster, capsys, tmp_path):
     assert subprocess.run(["/bin/bash", "-n", INFRA / script], check=False).returncode == 0
-    words = [*_last_command(script), f"run_dir={tmp_path}", "cluster.nodes=2", "launcher.options.cores_per_node=2"]
+    words = [*_last_command(script), f"run_dir={tmp_path}", "cluster.nodes=2", "cluster.cores=2"]
     assert "recover.every=20" in words
     assert "2 nodes" in _plan(words, capsys, "cluster.device=cpu")
 

@@ -11,7 +11,6 @@ from ray_cluster import ray
 from slurm_cluster import slurm
 
 CLUSTERS: dict[str, Callable[[], Any]] = {"local": nullcontext, "ray": ray, "slurm": slurm}
-OPTIONS = {"local": {}, "ray": {"nodes": 2}, "slurm": {"nodes": 2}}
 
 
 @contextmanager
@@ -21,9 +20,10 @@ def running_cluster(launcher: str) -> Iterator[dict[str, Any]]:
         yield settings_of(launcher)
 
 
-def settings_of(launcher: str, **options: object) -> dict[str, Any]:
-    """Return the settings of a run on two nodes of a cluster, with further `launcher.options`."""
-    return {"launcher": launcher} | {f"launcher.options.{k}": v for k, v in (OPTIONS[launcher] | options).items()}
+def settings_of(launcher: str, nodes: int = 2, **options: object) -> dict[str, Any]:
+    """Return the settings of a run on nodes of a cluster, with further `launcher.options`."""
+    cluster = {} if launcher == "local" else {"cluster.nodes": nodes}
+    return {"launcher": launcher} | cluster | {f"launcher.options.{k}": v for k, v in options.items()}
 
 
 def nodes_of(command: Command) -> dict[str, str]:

@@ -57,8 +57,13 @@ def machines() -> Iterator[Machines]:
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, machines: Machines) -> Iterator[ClusterScheduler]:
-    with ClusterScheduler(tmp_path / "logs", ClusterSchedulerConfig(), machines) as cluster_scheduler:
+def config() -> ClusterSchedulerConfig:
+    return ClusterSchedulerConfig()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, machines: Machines, config: ClusterSchedulerConfig) -> Iterator[ClusterScheduler]:
+    with ClusterScheduler(tmp_path / "logs", config, machines) as cluster_scheduler:
         yield cluster_scheduler
 
 
@@ -244,9 +249,11 @@ def test_delete_workers_times_out_on_one_machine_all_agents_end(
     assert not psutil.pid_exists(workers[1].pid)
 
 
-def test_limit_bounds_machines_cores_and_gpus(scheduler: ClusterScheduler, machines: Machines) -> None:
+def test_cluster_request_bounds_machines_cores_and_gpus(
+    scheduler: ClusterScheduler, machines: Machines, config: ClusterSchedulerConfig
+) -> None:
     machines.available = [Node(f"node{index}", "127.0.0.1", 8, 8) for index in range(3)]
-    scheduler.limit(nodes=1, cores=2, gpus=2)
+    config.use_cluster(nodes=1, cores=2, gpus=2)
     for role in ("rollout", "actor"):
         (worker,) = scheduler.create_workers(JobSpec(role, python(SLEEP), gpus=1, env=HIDDEN))
         assert worker.node == "node0"

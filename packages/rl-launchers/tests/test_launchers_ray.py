@@ -22,6 +22,13 @@ def described_node(name: str, cores: int, gpus: int = 0, **more: float) -> dict[
     return description | {"resources": {"CPU": cores, "GPU": gpus, **more}}
 
 
+def requesting(nodes: int = 0, cores: int = 0, gpus: int | None = None, **settings: Any) -> RaySchedulerConfig:
+    """Return a config of a run that requests these machines."""
+    config = RaySchedulerConfig(**settings)
+    config.use_cluster(nodes, cores, gpus)
+    return config
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cluster of a head without cores, two nodes with GPUs, and one node without."""
@@ -44,7 +51,7 @@ def test_resources_without_limits_hold_all_nodes_largest_first() -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_resources_with_limits_match_the_bundles() -> None:
-    config = RaySchedulerConfig(nodes=2, cores_per_node=16, gpus_per_node=2, node_resources={"pool": 0.5})
+    config = requesting(2, 16, 2, node_resources={"pool": 0.5})
 
     assert config.resources().nodes == (Node("a", "a.lan", 16, 2), Node("b", "b.lan", 16, 2))
     bundles = [
@@ -54,12 +61,9 @@ def test_resources_with_limits_match_the_bundles() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_use_nodes_limits_nodes_and_rejects_other_number() -> None:
-    config = RaySchedulerConfig()
-    config.use_nodes(2)
-    assert len(config.resources().nodes) == 2
-    with pytest.raises(ConfigError, match=r"launcher\.options\.nodes: expected 3.*cluster\.nodes.*found 2"):
-        config.use_nodes(3)
+def test_request_without_gpus_reserves_only_cores() -> None:
+    nodes = requesting(2, gpus=0).resources().nodes
+    assert nodes == (Node("a", "a.lan", 64), Node("b", "b.lan", 32))
 
 
 @pytest.mark.usefixtures("cluster")
@@ -67,19 +71,19 @@ def test_use_nodes_limits_nodes_and_rejects_other_number() -> None:
     ("settings", "message"),
     [
         ({"nodes": 4}, r"expected 4 nodes with CPU 1 each, found 3 among 4 \(head: 0 cores, 0 GPUs; small: 8 cores"),
-        ({"nodes": 2, "gpus_per_node": 8}, "expected 2 nodes with CPU 1, GPU 8 each, found 1 among 4"),
-        ({"cores_per_node": 128}, "expected 1 nodes with CPU 128 each, found 0 among 4"),
+        ({"nodes": 2, "gpus": 8}, "expected 2 nodes with CPU 1, GPU 8 each, found 1 among 4"),
+        ({"cores": 128}, "expected 1 nodes with CPU 128 each, found 0 among 4"),
         ({"node_resources": {"tpu": 1}}, "expected 1 nodes with CPU 1, tpu 1 each, found 0 among 4"),
     ],
 )
 def test_resources_with_too_few_nodes_error_lists_nodes(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RaySchedulerConfig(**settings).resources()
+        requesting(**settings).resources()
 
 
 def test_planned_without_cluster_uses_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # Ray is not installed, either
-    config = RaySchedulerConfig(address="head:6379", nodes=2, cores_per_node=8, gpus_per_node=4)
+    config = requesting(2, 8, 4, address="head:6379")
     planned = config.planned()
     assert [(node.name, node.cores, node.gpus) for node in planned.nodes] == [("node0", 8, 4), ("node1", 8, 4)]
     assert (planned.cores, planned.gpus) == (16, 8)
@@ -90,7 +94,7 @@ def test_planned_without_cluster_uses_settings(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("cluster")
 def test_planned_with_too_few_nodes_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected 9 nodes"):
-        RaySchedulerConfig(nodes=9).planned()
+        requesting(9).planned()
 
 
 def test_resources_without_running_cluster_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +103,11 @@ def test_resources_without_running_cluster_are_of_this_machine(monkeypatch: pyte
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     resources = RaySchedulerConfig().resources()
     assert (resources.gpus, resources.cores, resources.nodes[0].host) == (2, 1, "127.0.0.1")
+    assert RaySchedulerConfig().planned() == resources
+    request = requesting(1, cores=64, gpus=8)
+    assert (request.planned().gpus, request.planned().cores) == (8, 64)
+    with pytest.raises(ConfigError, match="expected 1 nodes with CPU 64, GPU 8 each, found 0"):
+        request.resources()
 
 
 def test_living_nodes_without_ray_error_names_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_resources_of_cluster_are_those_of_its_nodes(free_cluster: Any) -> None:
     assert (resources.cores, resources.gpus) == (4, 4)
     assert {node.host for node in resources.nodes} == {"127.0.0.2", "127.0.0.3"}
     with pytest.raises(ConfigError, match="expected 3 nodes with CPU 1 each, found 2 among 2"):
-        RaySchedulerConfig(nodes=3).resources()
+        _requesting(3).resources()
 
 
 @pytest.mark.nightly
@@ -256,7 +256,7 @@ def expendable_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.nightly
 def test_node_killed_its_workers_fail_and_another_node_replaces_it(expendable_cluster: Any, tmp_path: Path) -> None:
-    config = RaySchedulerConfig(nodes=2)
+    config = _requesting(2)
     provider = RayNodes(tmp_path / "logs", config)
     with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
         scheduler.create_workers(server(count=2, cpus=2))
@@ -285,9 +285,9 @@ def test_node_lost_only_later_starts_wait_for_a_new_node(
 ) -> None:
     waits = "rl_launchers.ray.scheduler.REPLACEMENT_SECONDS"
     too_few_nodes = pytest.raises(ConfigError, match="expected 4 nodes with CPU 1 each, found 3 among 3")
-    with RayScheduler(tmp_path / "never", RaySchedulerConfig(nodes=4)) as scheduler, too_few_nodes:
+    with RayScheduler(tmp_path / "never", _requesting(4)) as scheduler, too_few_nodes:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
-    config = RaySchedulerConfig(nodes=3)
+    config = _requesting(3)
     provider = RayNodes(tmp_path / "logs", config)
     with ClusterScheduler(tmp_path / "logs", config, provider) as scheduler:
         scheduler.create_workers(JobSpec("role", python(SLEEP)))
@@ -326,6 +326,12 @@ def test_node_drained_this_process_gets_sigterm(expendable_cluster: Any, tmp_pat
     assert received == [signal.SIGTERM]
 
 
+def _requesting(nodes: int) -> RaySchedulerConfig:
+    config = RaySchedulerConfig()
+    config.use_cluster(nodes)
+    return config
+
+
 def _node_id(host: str) -> str:
     by_host = "{n['NodeManagerAddress']: n['NodeID'] for n in ray.nodes()}"
     program = f"import ray, sys; ray.init(log_to_driver=False); print({by_host}[sys.argv[1]])"
@@ -334,7 +340,7 @@ def _node_id(host: str) -> str:
 
 @pytest.mark.nightly
 def test_agent_ends_on_live_node_reason_is_reported_node_is_kept(free_cluster: Any, tmp_path: Path) -> None:
-    provider = RayNodes(tmp_path, RaySchedulerConfig(nodes=1))
+    provider = RayNodes(tmp_path, _requesting(1))
     try:
         (node,) = provider.nodes()
         provider.start(node, python("raise SystemExit(3)"), dict(os.environ), tmp_path / "agent.log")

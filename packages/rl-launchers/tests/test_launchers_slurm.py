@@ -66,6 +66,13 @@ def outside(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
 
 
+def requesting(nodes=0, cores=0, gpus=None, **settings):
+    """Return a config of a run that requests these machines."""
+    config = SlurmSchedulerConfig(**settings)
+    config.use_cluster(nodes, cores, gpus)
+    return config
+
+
 def _submission(run_dir, *command):
     return JobSubmission(command or ("python", "-m", "a program"), Path(run_dir), (), grace=30.0)
 
@@ -108,16 +115,16 @@ def test_find_job_returns_state_restarts_and_exit_code():
 
 
 def test_script_with_all_settings_has_sbatch_options(outside, tmp_path):
-    config = SlurmSchedulerConfig(
-        nodes=2,
+    config = requesting(
+        5,
+        cores=16,
+        gpus=4,
         spare_nodes=1,
         server_nodes=3,
         partition="cpu",
         server_partition="gpu",
         account="me",
         time_limit="4:00:00",
-        cores_per_node=16,
-        gpus_per_node=4,
         setup=["module load cuda"],
         sbatch_args=["--qos=high"],
     )
@@ -155,9 +162,9 @@ def test_script_custom_template_is_rendered_unknown_names_rejected(outside, tmp_
 
 def test_resources_without_slurm_follow_from_settings(outside):
     assert SlurmSchedulerConfig().resources() is None
-    planned = SlurmSchedulerConfig(nodes=2, server_nodes=1).planned()
+    planned = requesting(3, server_nodes=1).planned()
     assert [(node.name, node.cores) for node in planned.nodes] == [("node0", 0), ("node1", 0), ("server_node0", 0)]
-    resources = SlurmSchedulerConfig(nodes=2, spare_nodes=3, cores_per_node=8, gpus_per_node=4).resources()
+    resources = requesting(2, cores=8, gpus=4, spare_nodes=3).resources()
     assert (resources.cores, resources.gpus, len(resources.nodes)) == (16, 8, 2)
 
 
@@ -165,7 +172,7 @@ def test_slurm_unresponsive_plan_works_but_resources_raise(outside, tmp_path, mo
     (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2; exit 1\n")
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = SlurmSchedulerConfig(nodes=2, cores_per_node=4)
+    config = requesting(2, cores=4)
 
     assert [(node.cores, node.gpus) for node in config.planned().nodes] == [(4, 0)] * 2
     assert "#SBATCH --nodes=2\n" in config.script(_submission(tmp_path))
@@ -175,31 +182,30 @@ def test_slurm_unresponsive_plan_works_but_resources_raise(outside, tmp_path, mo
 
 def test_resources_unknown_or_too_small_partition_is_rejected(outside, monkeypatch):
     monkeypatch.setattr(commands.Commands, "output", lambda self, *command: SINFO)
-    resources = SlurmSchedulerConfig(nodes=1, partition="cpu", server_nodes=2, server_partition="gpu").resources()
+    servers = {"partition": "cpu", "server_nodes": 2, "server_partition": "gpu"}
+    resources = requesting(3, **servers).resources()
     assert [(n.name, n.servers, n.gpus) for n in resources.nodes] == [
         ("c1", False, 0),
         ("g1", True, 8),
         ("g2", True, 8),
     ]
     assert (resources.gpus, resources.cores) == (16, 320)
-    with pytest.raises(ConfigError, match=r"launcher\.options\.nodes: expected at most 3 .*partition gpu.*found 4"):
-        SlurmSchedulerConfig(nodes=3, spare_nodes=1, partition="gpu").resources()
-    with pytest.raises(ConfigError, match=r"launcher\.options\.server_nodes: expected at most 1 .*found 2"):
-        SlurmSchedulerConfig(nodes=2, server_nodes=2, partition="gpu").resources()
+    limited = requesting(3, cores=80, gpus=4, **servers).resources().nodes
+    assert [(n.cores, n.gpus) for n in limited] == [(64, 0), (80, 4), (80, 4)]
+    with pytest.raises(ConfigError, match=r"cluster\.nodes .*: expected at most 3.*partition gpu.*found 4"):
+        requesting(3, spare_nodes=1, partition="gpu").resources()
+    with pytest.raises(ConfigError, match=r"launcher\.options\.server_nodes: expected at most 1.*found 2"):
+        requesting(4, server_nodes=2, partition="gpu").resources()
     with pytest.raises(ConfigError, match=r"launcher\.options\.partition: expected one of cpu, gpu, found 'huge'"):
         SlurmSchedulerConfig(partition="huge").resources()
 
 
-def test_use_nodes_sets_missing_nodes_and_rejects_other_number(outside, tmp_path):
-    config = SlurmSchedulerConfig(server_nodes=1, spare_nodes=1)
-    config.use_nodes(3)
-    assert "#SBATCH --nodes=3\n" in config.script(_submission(tmp_path))  # two and one spare node
-    config.use_nodes(3)  # like the same command inside the job
-    config.use_nodes(0)
-    with pytest.raises(ConfigError, match=r"launcher\.options\.nodes: expected 3.*cluster\.nodes=4.*found 2"):
-        config.use_nodes(4)
+def test_cluster_nodes_include_server_nodes_but_no_spare_nodes(outside, tmp_path):
+    first, second = requesting(3, server_nodes=1, spare_nodes=1).script(_submission(tmp_path)).split("#SBATCH hetjob")
+    assert "#SBATCH --nodes=3\n" in first  # two nodes and one spare node
+    assert "#SBATCH --nodes=1\n" in second
     with pytest.raises(ConfigError, match=r"cluster\.nodes: expected more than launcher\.options\.server_nodes=2"):
-        SlurmSchedulerConfig(server_nodes=2).use_nodes(2)
+        requesting(2, server_nodes=2)
 
 
 def test_ledger_server_machines_get_only_servers():
@@ -326,7 +332,7 @@ def test_script_warned_during_setup_requeues_else_deletes_key(outside, tmp_path,
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "JobId=5 JobState=RUNNING Reason=None"\n')
     scontrol.chmod(0o755)
-    config = SlurmSchedulerConfig(cores_per_node=1, setup=["kill -USR1 $$"] if warned else [])
+    config = requesting(cores=1, setup=["kill -USR1 $$"] if warned else [])
     script = config.script(_submission(tmp_path, "sleep", "600" if warned else "0"))
     env = os.environ | {"SLURM_JOB_ID": "5", "PATH": f"{tmp_path}:/usr/bin:/bin"}
     result = subprocess.run(["/bin/bash"], input=script, text=True, env=env, timeout=60)

@@ -230,7 +230,6 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         report.begin()
         key = os.environ.get(RUN_KEY_VARIABLE, "") if addresses else ""
         scheduler = config.launcher.scheduler(run_dir / "logs")
-        scheduler.limit(config.cluster.nodes, config.cluster.cores, config.cluster.devices)  # the limits of the plan
         launcher = Launcher(scheduler, config.launcher, parent, key, control)
         say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)

@@ -158,8 +158,7 @@ class RunConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.launcher.options is not None
-        self.launcher.options.use_nodes(self.cluster.nodes)
+        self.cluster.request_from(self.launcher)
 
     def model_paths(self) -> dict[str, str]:
         """Return the path of each model that the run loads, by setting."""

@@ -24,12 +24,23 @@ class ClusterConfig(Settings):
     """Device of all models: `cpu`, `cuda`, or `auto` (GPUs if there are any, otherwise the CPU; too few GPUs are an
     error)."""
     nodes: int = bounded(0, "0 (all available) or more", lambda number: number >= 0)
-    """Number of machines; 0: all machines of the scheduler, or one."""
+    """Number of machines; 0: all machines of the scheduler, or one. With Slurm, `launcher.options.server_nodes` are
+    included, and `spare_nodes` are not."""
     devices: int = bounded(0, "0 (all available) or more", lambda number: number >= 0)
-    """GPUs per machine; 0: as detected by the scheduler."""
+    """GPUs per machine; 0: as detected by the scheduler, or none with `device=cpu`."""
     cores: int = bounded(0, "0 (all available) or more", lambda number: number >= 0)
     """Cores per machine; 0: as detected by the scheduler. If there are fewer cores than processes, processes share
     them."""
+
+    def request_from(self, launcher: LauncherConfig) -> None:
+        """Pass these settings to the settings of the scheduler.
+
+        Raises:
+            ConfigError: the scheduler needs more machines.
+        """
+        assert launcher.options is not None
+        gpus = 0 if self.device == "cpu" else self.devices or None
+        launcher.options.use_cluster(self.nodes, self.cores, gpus)
 
     def of(self, launcher: LauncherConfig, plan: bool = False) -> list[Node]:
         """Return the machines: the resources of the scheduler, restricted by these settings.
@@ -146,7 +157,7 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
         each = (
             f"{cores_each} of {cores} cores each"
             if cores
-            else "1 core each (launcher.options.cores_per_node sets the number of cores per node)"
+            else "1 core each (cluster.cores sets the number of cores per node)"
         )
         sharing = "; more processes than cores, so they share them" if 0 < cores < processes else ""
         sentence = f"CPU ({why}): {processes} process{'es' * (processes > 1)}, {each}{on}{sharing}"

@@ -15,6 +15,7 @@ from rl_contracts.runtime.machine import url_of
 
 __all__ = [
     "RUN_KEY_VARIABLE",
+    "ClusterRequest",
     "JobSpec",
     "JobSubmission",
     "Node",
@@ -160,6 +161,18 @@ class JobSubmission:
     """Seconds that the run needs after a stop request to save a recovery checkpoint."""
 
 
+@dataclass(frozen=True)
+class ClusterRequest:
+    """Machines that a run requests."""
+
+    nodes: int = 0
+    """Number of machines; 0 for the scheduler's default."""
+    cores: int = 0
+    """Cores per machine; 0 for all."""
+    gpus: int | None = None
+    """GPUs per machine; None for all."""
+
+
 @dataclass
 class SchedulerConfig(Settings):
     """Base class of a scheduler's settings. A scheduler `XxxScheduler` requires a subclass `XxxSchedulerConfig`."""
@@ -168,6 +181,8 @@ class SchedulerConfig(Settings):
     """True if the cluster kills a run's processes soon after its stop request, even if they have not finished."""
     shares_devices: ClassVar[bool] = False
     """True if the scheduler can start a role on the devices of another role (`JobSpec.colocated_with`)."""
+    cluster = ClusterRequest()  # without an annotation, because it is not a setting of the scheduler
+    """Machines that the run requests (`cluster.*`); `use_cluster` sets it."""
 
     def resources(self) -> Resources | None:
         """Return the available resources, or None if they are unknown before a job starts.
@@ -217,12 +232,13 @@ class SchedulerConfig(Settings):
         """Follow the job of a run submitted earlier, like `submit`; return None if there is no unfinished job."""
         return None
 
-    def use_nodes(self, number: int) -> None:
-        """Set the number of machines of the run (`cluster.nodes`), unless these settings define one already.
+    def use_cluster(self, nodes: int = 0, cores: int = 0, gpus: int | None = None) -> None:
+        """Set the machines that the run requests. A scheduler of several machines reserves and uses no more than these.
 
         Raises:
-            ConfigError: these settings define a different number.
+            ConfigError: these settings need more machines.
         """
+        self.cluster = ClusterRequest(nodes, cores, gpus)
 
     def job_state(self, run_dir: Path) -> str:
         """Return a text with the state of a run's submitted job, or "" if it has ended or its state is unavailable.
@@ -248,9 +264,6 @@ class Scheduler(ABC):
     tick: Callable[[], object] = staticmethod(lambda: None)
     """Function called several times a second while the start of workers waits for machines. An exception from it ends
     the wait. A launcher sets it to react to signals."""
-
-    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:  # noqa: B027 - optional
-        """Limit the number of machines, and of cores and GPUs on each; 0 means no limit. Call this before any start."""
 
     @abstractmethod
     def create_workers(self, spec: JobSpec) -> list[Worker]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_contracts.errors import LaunchError, RLError
-from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Scheduler, SchedulerConfig, Worker, WorkerStatus
+from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, Node, Scheduler, SchedulerConfig, Worker, WorkerStatus
 from rl_launchers.cluster.messages import Message
 from rl_launchers.cluster.node_agents import Machine, NodeAgents
 from rl_launchers.cluster.nodes import NodeProvider
@@ -97,14 +97,9 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
         """Machines by name, including lost ones. A lost machine is not reused while the cluster still offers it: the
         cluster detects a loss later than this process."""
         self._num_machines = 0
-        self._max_machines, self._max_cores, self._max_gpus = 0, 0, 0
 
     def __exit__(self, *_: object) -> None:
         self.delete_workers()
-
-    def limit(self, nodes: int = 0, cores: int = 0, gpus: int = 0) -> None:
-        """Limit the number of machines, and the cores and GPUs of each; see the contract."""
-        self._max_machines, self._max_cores, self._max_gpus = nodes, cores, gpus
 
     def create_workers(self, spec: JobSpec) -> list[Worker]:
         """Start the workers of a role on machines with enough free resources; see the contract."""
@@ -261,10 +256,10 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             lost = [m for node in offered if (m := self._machines.get(node.name)) is not None and m.lost]
             self._machines = {machine.node.name: machine for machine in lost}
             self._num_machines = max(self._num_machines, len(offered) - self._provider.spares)
-            self._num_machines = min(self._num_machines, self._max_machines or self._num_machines)
+            self._num_machines = min(self._num_machines, self._config.cluster.nodes or self._num_machines)
             nodes = [node for node in offered if node.name not in self._machines][: self._num_machines]
             self._agents = NodeAgents(self._provider, self._machines, self._log_dir, hidden, self._config.host)
-            self._ledger = Ledger(used_nodes(nodes, 0, self._max_cores, self._max_gpus))
+            self._ledger = Ledger(self._limit_nodes(nodes))
             try:
                 self._agents.start(nodes)
                 self._agents.wait(self.tick)
@@ -347,13 +342,18 @@ class ClusterScheduler(Scheduler, AbstractContextManager["ClusterScheduler"]):
             del self._machines[name]  # if the cluster offers it again later, it counts as new
             self._ledger.drop(name)
         unknown = [node for name, node in offered.items() if name not in self._machines]
-        self._agents.start(unknown[: self._max_machines - len(self._ledger.nodes)] if self._max_machines else unknown)
+        limit = self._config.cluster.nodes
+        self._agents.start(unknown[: limit - len(self._ledger.nodes)] if limit else unknown)
         self._agents.wait(self.tick)
         in_ledger = self._ledger.nodes
         new = [m.node for name, m in self._machines.items() if not m.lost and name not in in_ledger]
-        for node in used_nodes(new, 0, self._max_cores, self._max_gpus):
+        for node in self._limit_nodes(new):
             self._ledger.add(node)
         return bool(new)
+
+    def _limit_nodes(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes with the cores and GPUs that the run uses."""
+        return used_nodes(nodes, 0, self._config.cluster.cores, self._config.cluster.gpus or 0)
 
     def _stop_and_release(self, role: str, indices: Sequence[int], grace: float) -> None:
         existing = [index for index in indices if index in self._roles[role].placements]

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rl_contracts.config import bounded, require
+from rl_contracts.config import bounded
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.machine import usable_cores, visible_gpus
@@ -52,47 +52,43 @@ BY_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
 
 @dataclass
 class RaySchedulerConfig(ClusterSchedulerConfig):
-    """Settings of the Ray cluster, and of the resources that a run holds there."""
+    """Settings of the Ray cluster, and of the resources that a run holds there.
+
+    The run reserves `cluster.nodes` nodes, or all nodes with at least one core if that is not set. Each has a bundle of
+    the placement group. The remaining nodes of the cluster replace lost nodes.
+    """
 
     address: str = bounded("", "host:port, auto, local or empty", lambda text: "://" not in text)
     """Address of the cluster, as `ray start` prints it. Empty means RAY_ADDRESS, or else the cluster that `ray start`
     started on this machine. If neither exists, or for `local`, a cluster of only this machine is started for the run.
     Run the command on a machine of the cluster, or submit it with `ray job submit`."""
-    nodes: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """Number of nodes to reserve, each with a bundle of the placement group. 0 means `cluster.nodes`, or all nodes with
-    at least one core if that is not set. The remaining nodes of the cluster replace lost nodes."""
-    cores_per_node: int = bounded(0, "0 or more", lambda count: count >= 0)
-    """Cores to reserve on each node; 0 for all."""
-    gpus_per_node: int | None = None
-    """GPUs to reserve on each node; None for all."""
     node_resources: dict[str, float] = field(default_factory=dict)
-    """Additional Ray resources of each bundle, for example `{rollout-pool: 1}` to select nodes with that resource."""
+    """Additional Ray resources to reserve on each node, for example `{rollout-pool: 1}` to select nodes with that
+    resource."""
 
     def resources(self) -> Resources:
         """Return the resources of the bundles, or of this machine if the run will start a cluster."""
         return self._bundle_resources(living_nodes_at(self._configured_address()) or [this_machine()])
 
-    def use_nodes(self, number: int) -> None:
-        """Set the number of nodes to hold; see the contract."""
-        if number:
-            matching = f"{number}, the value of cluster.nodes; set only one of the two"
-            require(self.nodes in (0, number), "launcher.options.nodes", matching, self.nodes)
-            self.nodes = number
-
     def planned(self) -> Resources:
-        """Return the same as `resources`, or the resources in the settings.
+        """Return the same as `resources`, or the resources that the run requests.
 
-        The settings are used if the cluster at the configured address does not answer, or if no cluster runs and
-        `nodes` is above 1.
+        The request is used if the cluster at the configured address does not answer, or if no cluster runs. A request
+        for one node is completed with the resources of this machine, on which the run would start a cluster.
         """
+        address, request = self._configured_address(), self.cluster
         try:
-            live_nodes = living_nodes_at(self._configured_address())
+            live_nodes = living_nodes_at(address)
         except ConfigError:
             live_nodes = []
-        if live_nodes or self._configured_address() == "local" or (self.nodes <= 1 and not self._configured_address()):
-            return self._bundle_resources(live_nodes or [this_machine()])
-        cores, gpus = self.cores_per_node, self.gpus_per_node or 0
-        nodes = tuple(Node(f"node{index}", "", cores, gpus) for index in range(self.nodes or 1))
+        if live_nodes:
+            return self._bundle_resources(live_nodes)
+        starts_cluster = address == "local" or (request.nodes <= 1 and not address)
+        known = this_machine() if starts_cluster else {"cores": 0, "gpus": 0}
+        cores, gpus = request.cores or known["cores"], known["gpus"] if request.gpus is None else request.gpus
+        if starts_cluster:
+            return self._bundle_resources([_describe_this_machine(cores, gpus)])
+        nodes = tuple(Node(f"node{index}", "", cores, gpus) for index in range(request.nodes or 1))
         return Resources(gpus * len(nodes), cores * len(nodes), nodes)
 
     def bundles(self, nodes: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], dict[str, float]]]:
@@ -104,25 +100,26 @@ class RaySchedulerConfig(ClusterSchedulerConfig):
         Raises:
             ConfigError: too few nodes have the required resources; the message lists the resources of each node.
         """
-        minimum = {"CPU": max(1, self.cores_per_node), "GPU": self.gpus_per_node or 0, **self.node_resources}
+        request = self.cluster
+        minimum = {"CPU": max(1, request.cores), "GPU": request.gpus or 0, **self.node_resources}
         suitable = [
             node for node in nodes if all(node["resources"].get(name, 0) >= amount for name, amount in minimum.items())
         ]
         suitable.sort(key=lambda node: (node["gpus"], node["cores"]), reverse=True)
-        count = self.nodes or max(1, len(suitable))
+        count = request.nodes or max(1, len(suitable))
         if len(suitable) < count:
             minimums = ", ".join(f"{name} {amount:g}" for name, amount in minimum.items() if amount)
             listing = "; ".join(f"{node['name']}: {node['cores']} cores, {node['gpus']} GPUs" for node in nodes)
             raise ConfigError(
-                f"launcher.options: expected {count} nodes with {minimums} each, found {len(suitable)} among "
-                f"{len(nodes)} ({listing or 'none'}). Lower launcher.options.nodes, cores_per_node, gpus_per_node or "
-                "node_resources, or add nodes to the Ray cluster."
+                f"launcher.kind=ray: expected {count} nodes with {minimums} each, found {len(suitable)} among "
+                f"{len(nodes)} ({listing or 'none'}). Lower cluster.nodes, cluster.cores, cluster.devices or "
+                "launcher.options.node_resources, or add nodes to the Ray cluster."
             )
-        gpus = self.gpus_per_node
+        gpus = request.gpus
         return [
             (
                 node,
-                {"CPU": float(self.cores_per_node or node["cores"])}
+                {"CPU": float(request.cores or node["cores"])}
                 | ({"GPU": float(num_gpus)} if (num_gpus := node["gpus"] if gpus is None else gpus) else {})
                 | self.node_resources,
             )
@@ -174,7 +171,10 @@ def describe_cluster(address: str) -> dict[str, Any]:
 
 def this_machine() -> dict[str, Any]:
     """Return the description of this machine as the node of a cluster that is started for the run."""
-    cores, gpus = usable_cores(), len(visible_gpus(os.environ))
+    return _describe_this_machine(usable_cores(), len(visible_gpus(os.environ)))
+
+
+def _describe_this_machine(cores: int, gpus: int) -> dict[str, Any]:
     description = {"name": "this machine", "host": LOOPBACK, "cores": cores, "gpus": gpus}
     return description | {"resources": {"CPU": cores, "GPU": gpus}}
 
@@ -397,8 +397,7 @@ class RayNodes(NodeProvider):
             listing = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in sorted(bundles[0]))
             raise LaunchError(
                 f"Ray could not place {len(bundles)} bundles ({bundles}) within {seconds:g} s; at the start, {listing} "
-                "were free. Wait for other jobs to end, or lower "
-                "launcher.options.nodes, cores_per_node or gpus_per_node."
+                "were free. Wait for other jobs to end, or lower cluster.nodes, cluster.cores or cluster.devices."
             )
 
     def _bundles(self, connection: DriverConnection, seconds: float) -> list[dict[str, float]]:

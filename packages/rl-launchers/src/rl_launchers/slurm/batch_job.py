@@ -42,7 +42,7 @@ REMEDIES = {
     "reservation": "Set launcher.options.sbatch_args=[--reservation=NAME], with a name of `scontrol show reservation`.",
     "feature": "Set launcher.options.constraint to features that `sinfo -o %f` shows.",
     "time": "Set launcher.options.time_limit, for example to 4:00:00, within the partition's limit.",
-    "node configuration": "Lower launcher.options.nodes, cores_per_node or gpus_per_node to what `sinfo -N -l` shows.",
+    "node configuration": "Lower cluster.nodes, cluster.cores or cluster.devices to what `sinfo -N -l` shows.",
 }
 """Remedies by a word in the error message of `sbatch`."""
 

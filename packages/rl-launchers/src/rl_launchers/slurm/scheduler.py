@@ -57,23 +57,21 @@ SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%c|%G|%T|%f")
 class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Settings of a run's Slurm job and of its nodes.
 
-    Outside a Slurm job, the run is submitted with `sbatch` and followed. Inside a job of `salloc` or `sbatch`, the run
-    uses the nodes of that job. Settings that define the job, such as `nodes`, `partition` and `time_limit`, then have
-    no effect.
+    Outside a Slurm job, the run is submitted with `sbatch` and followed. The job has `cluster.nodes` nodes, including
+    `server_nodes`, and `spare_nodes` more. Inside a job of `salloc` or `sbatch`, the run uses the nodes of that job.
+    Settings that define the job, such as `partition` and `time_limit`, then have no effect.
     """
 
     setting: ClassVar[str] = "launcher.options"
     kills_soon: ClassVar[bool] = True
     shares_devices: ClassVar[bool] = True
-    nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Number of nodes, without `server_nodes` and `spare_nodes`. 0 means `cluster.nodes` minus `server_nodes`, or 1 if
-    `cluster.nodes` is not set."""
     spare_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Number of additional idle nodes. When a node is lost, its servers and trainers move to one of these nodes. With
-    0, the loss of a node ends the job. With `requeue`, Slurm then restarts the job once enough nodes are available."""
+    """Number of idle nodes in addition to `cluster.nodes`. When a node is lost, its servers and trainers move to one of
+    these nodes. With 0, the loss of a node ends the job. With `requeue`, Slurm then restarts the job once enough nodes
+    are available."""
     server_nodes: int = bounded(0, "0 or more", lambda nodes: nodes >= 0)
-    """Number of nodes for servers only, a separate component of a heterogeneous job. With 0, servers and trainers share
-    `nodes`."""
+    """Number of nodes for servers only, of the `cluster.nodes` nodes: a separate component of a heterogeneous job. With
+    0, servers and trainers share all nodes."""
     partition: str = ""
     """Partition; empty for Slurm's default."""
     server_partition: str = ""
@@ -88,11 +86,7 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     """Time limit in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours`; empty for the partition's limit.
     Before it expires, the run saves a recovery checkpoint. With `requeue` it then continues under the same job id."""
     exclusive: bool = True
-    """Allocate whole nodes. If False, only `cores_per_node` and `gpus_per_node` of each."""
-    cores_per_node: int = bounded(0, "0 (all) or more", lambda cores: cores >= 0)
-    """Cores to use on each node; 0 for all that `sinfo` reports."""
-    gpus_per_node: int = bounded(-1, "-1 (all), 0 or more", lambda gpus: gpus >= -1)
-    """GPUs to use on each node; -1 for all that `sinfo` reports."""
+    """Allocate whole nodes. If False, only `cluster.cores` and `cluster.devices` of each."""
     requeue: bool = True
     """Restart the job after a preemption, the end of its time limit, or the loss of a node. The run resumes from its
     last recovery checkpoint, or starts at the first step if there is none. A run that finished, failed or was stopped
@@ -115,8 +109,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
     def resources(self) -> Resources | None:
         """Return the resources without spare nodes.
 
-        Inside a job, count the nodes of the job. Outside, count `nodes` and `server_nodes` nodes of the partition.
-        Return None if Slurm is not installed and `cores_per_node` is not set.
+        Inside a job, count the nodes of the job. Outside, count the nodes that the job would get. Return None if Slurm
+        is not installed and the run requests no number of cores.
 
         Raises:
             ConfigError: the partition does not exist or has too few nodes, or Slurm does not answer.
@@ -125,9 +119,9 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         return resources if all(node.cores for node in resources.nodes) else None
 
     def planned(self) -> Resources:
-        """Return the same as `resources`, or the resources in the settings if Slurm does not answer.
+        """Return the same as `resources`, or the resources that the run requests if Slurm does not answer.
 
-        If the settings have no `cores_per_node`, each node counts as 0 cores.
+        If it requests no number of cores, each node counts as 0 cores.
         """
         return self._resources(SlurmError)
 
@@ -139,16 +133,11 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
             nodes = nodes[: len(nodes) - self.spare_nodes]
         return Resources(sum(node.gpus for node in nodes), sum(node.cores for node in nodes), tuple(nodes))
 
-    def use_nodes(self, number: int) -> None:
-        """Set the number of nodes, including `server_nodes` but not spare nodes; see the contract."""
-        if number:
-            main_nodes = number - self.server_nodes
-            expected = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
-            require(main_nodes > 0, "cluster.nodes", expected, number)
-            target = f"cluster.nodes={number} with server_nodes={self.server_nodes}"
-            matching = f"{main_nodes}, to match {target}; set only one of nodes and cluster.nodes"
-            require(self.nodes in (0, main_nodes), "launcher.options.nodes", matching, self.nodes)
-            self.nodes = main_nodes
+    def use_cluster(self, nodes: int = 0, cores: int = 0, gpus: int | None = None) -> None:
+        """Set the machines that the run requests, including `server_nodes` but not spare nodes; see the contract."""
+        expected = f"more than launcher.options.server_nodes={self.server_nodes}, or 0"
+        require(nodes == 0 or nodes > self.server_nodes, "cluster.nodes", expected, nodes)
+        super().use_cluster(nodes, cores, gpus)
 
     def submits(self) -> bool:
         """Return True outside a Slurm job."""
@@ -186,7 +175,8 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
 
     def _components(self) -> list[_Component]:
         """Return the components of the job: one, or the two of a heterogeneous job."""
-        main = _Component("", self.nodes or 1, self.spare_nodes, self.partition, self.constraint)
+        main_nodes = max(1, self.cluster.nodes - self.server_nodes)
+        main = _Component("", main_nodes, self.spare_nodes, self.partition, self.constraint)
         partition, constraint = self.server_partition or self.partition, self.server_constraint or self.constraint
         return (
             [main, _Component("server_", self.server_nodes, 0, partition, constraint)] if self.server_nodes else [main]
@@ -214,10 +204,12 @@ class SlurmSchedulerConfig(ClusterSchedulerConfig):
         return result
 
     def _limit_node(self, node: Node, component: _Component) -> Node:
-        """Return a node with the resources that the run uses."""
-        gpus = node.gpus if self.gpus_per_node < 0 else self.gpus_per_node
-        servers = bool(component.prefix) if self.server_nodes else None
-        return replace(node, cores=self.cores_per_node or node.cores, gpus=gpus, servers=servers)
+        """Return a node with the resources that the run uses, not more than it has: such a job would wait forever."""
+        request, servers = self.cluster, bool(component.prefix) if self.server_nodes else None
+        cores, gpus = request.cores or node.cores, node.gpus if request.gpus is None else request.gpus
+        if node.cores:  # the resources of the node are known
+            cores, gpus = min(cores, node.cores), min(gpus, node.gpus)
+        return replace(node, cores=cores, gpus=gpus, servers=servers)
 
     def _options(self, component: _Component, nodes: Sequence[Node]) -> list[str]:
         """Return the `sbatch` options of a component of the job."""
@@ -261,8 +253,9 @@ class _Component:
         require(is_known, f"{setting}partition", f"one of {', '.join(names)}", self.partition)
         usable = [node for node in node_resources(sinfo, self.partition, self.constraint) if node.name not in taken]
         where = " ".join(filter(None, ["partition", self.partition or "(default)", self.constraint]))
-        limit = f"at most {len(usable)} including spare nodes, since {where} has {len(usable)} usable nodes"
-        require(self.nodes + self.spares <= len(usable), f"{setting}nodes", limit, self.nodes + self.spares)
+        limit = f"at most {len(usable)}, since {where} has {len(usable)} usable nodes"
+        counted = f"{setting}nodes" if self.prefix else "cluster.nodes without server nodes and with spare nodes"
+        require(self.nodes + self.spares <= len(usable), counted, limit, self.nodes + self.spares)
         return usable[: self.nodes]
 
 

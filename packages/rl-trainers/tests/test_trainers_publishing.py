@@ -1,6 +1,9 @@
 """Publishing to the null engine, with injected faults."""
 
 import contextlib
+import threading
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from rl_contracts.testing import NullInferenceEngine, ReferenceTrainEngine
 from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.weights import checksum, open_weights, read_committed
 from rl_trainers import PublishConfig, WeightPublisher
+from rl_trainers.weight_sync.publisher import _transfer_error
 
 
 @pytest.fixture
@@ -106,6 +110,7 @@ def test_publish_adapter_setting_selects_adapter_or_full_weights(components, tmp
     expected = engine.adapter_specs() if alone else engine.param_specs()
     assert record.receipt.checksums.keys() == {spec.name for spec in expected}
     publisher.destroy()
+    assert not any(Path(part.location).exists() for part in record.meta.parts)
 
 
 @pytest.mark.parametrize(
@@ -143,3 +148,12 @@ def test_publish_interrupt_wait_uses_drain_seconds(components, drain, committed,
 
     assert server.version == committed
     assert completion.done() == bool(committed)
+
+
+def test_transfer_error_waits_longer_for_servers_without_own_error(monkeypatch):
+    monkeypatch.setattr("rl_trainers.weight_sync.publisher.SHUTDOWN_SECONDS", 0.0)
+    staging, error = Future(), OSError("injected")
+    threading.Timer(0.1, staging.set_result, [[]]).start()
+
+    assert _transfer_error(None, staging) is None
+    assert _transfer_error(error, Future()) is error

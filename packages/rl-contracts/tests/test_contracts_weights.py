@@ -153,8 +153,9 @@ def test_checksum_strided_tensor_or_odd_offset_raises() -> None:
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [0, 5, 2**17, 2**17 + 3, 5 * 2**19 + 1])
 def test_copy_with_checksum_equals_copy_then_checksum(target: torch.dtype, size: int) -> None:
-    whole = torch.randint(0, 100, (size + 1,), generator=torch.Generator().manual_seed(0)).float()
-    for source in (whole[:-1], whole[1:], torch.stack([whole[1:]] * 2, -1)[:, 0]):  # plain, shifted, strided
+    whole = torch.randint(0, 100, (size + 14,), generator=torch.Generator().manual_seed(0)).float()
+    shifted = [whole[first : first + size] for first in range(14)]  # an address divisible by 7 or 8, both, or neither
+    for source in (*shifted, torch.stack([shifted[1]] * 2, -1)[:, 0]):
         copy = torch.empty(size, dtype=target)
 
         value = copy_with_checksum(copy, source)

@@ -116,7 +116,7 @@ BOXES = [
     (r"\boxed{\boxed{72}}", 72),
     (r"\boxed{{{72}}}", 72),
     (r"First \boxed{10}, then \boxed{12}.", 12),
-    (r"\boxed{12} and an empty \boxed{}", 12),
+    (r"\boxed{7} is wrong, 12 is right: \boxed{}", 12),
     (r"\boxed{12} since 4 + 8 = 12 and not 13", 12),
     (r"The answer is 10, no: \boxed{12}", 12),
     (r"\boxed{1.5 \times 10^6}", 1500000),

@@ -53,6 +53,7 @@ def test_pack_first_fit_known_case_and_no_sequences() -> None:
     assert pack_first_fit([4, 8, 1, 4, 2, 1], capacity=10) == [[1, 4], [0, 2, 3, 5]]
     assert pack_first_fit([], capacity=10, at_least=0) == []
     assert pack_first_fit([], capacity=10, at_least=2) == [[], []]
+    assert pack_first_fit([5, 4], capacity=5, at_least=4) == [[0], [1], [], []]
 
 
 def test_pack_first_fit_sequence_longer_than_bin_raises_data_error() -> None:
@@ -67,6 +68,7 @@ def test_pack_first_fit_sequence_longer_than_bin_raises_data_error() -> None:
         (False, 3, [[0], [1], [2]]),
         (True, 1, [[0], [1], [2]]),
         (True, 2, [[], [0], [1], [2]]),
+        (True, 7, [[], [], [], [], [0], [1], [2]]),
     ],
 )
 def test_plan_packs_sequences_only_if_not_deterministic(
@@ -76,6 +78,13 @@ def test_plan_packs_sequences_only_if_not_deterministic(
     spec = FinetuneSpec("", 1, micro_batch=MicroBatchConfig(max_tokens=10), deterministic=deterministic)
 
     assert sorted(plan(batch, spec, ParallelContext(), multiple)) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plan_no_sequences_gives_one_empty_micro_batch(deterministic: bool) -> None:
+    spec = FinetuneSpec("", 1, micro_batch=MicroBatchConfig(max_tokens=10), deterministic=deterministic)
+
+    assert plan(stack([_sequence(1)])[:0], spec, ParallelContext()) == [[]]
 
 
 def _sequence(length: int) -> Trajectory:
@@ -92,6 +101,18 @@ def test_balance_has_each_item_once_within_greedy_bound(weights: list[int], part
     assert sorted(i for part in result for i in part) == list(range(len(weights)))
     assert max(loads) - min(loads) <= max(weights, default=0)
     assert result == balance(list(weights), parts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([4, 5, 6, 7, 8], [[1, 2], [0, 3], [4]]),
+        ([8, 5, 4, 1, 8], [[0, 3], [1, 2], [4]]),
+        ([1, 2, 1, 1, 2], [[3, 4], [1], [0, 2]]),
+    ],
+)
+def test_balance_three_parts_merges_most_uneven_splits_first(weights: list[int], expected: list[list[int]]) -> None:
+    assert balance(weights, 3) == expected
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3))

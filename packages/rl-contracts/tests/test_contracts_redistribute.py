@@ -131,8 +131,25 @@ def test_redistribute_from_one_rank_only_or_no_rank() -> None:
     empty_results = run_on_threads(3, 1, lambda p: redistribute(empty(), p))
 
     assert sorted(episode for result in results for episode in result["episode_ids"].tolist()) == [0, 1, 2, 3, 4]
-    assert [len(result) for result in empty_results] == [0, 0, 0]
+    assert [result["input_ids"].shape for result in empty_results] == [(0, 1)] * 3
     assert all("minibatch" in result for result in empty_results)
+
+
+def test_redistribute_ranks_of_replica_carry_equal_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence reaches one rank of its replica first. The other ranks copy it from there."""
+    exchange, counts = ParallelContext.exchange, dict[int, list[int]]()
+
+    def count_rows(self: ParallelContext, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        counts.setdefault(self.rank, []).append(sum(received))
+        return exchange(self, rows, sent, received)
+
+    monkeypatch.setattr(ParallelContext, "exchange", count_rows)
+    run_on_threads(6, 3, lambda p: redistribute(make_sequences(p.rank, 9) if p.is_dp_leader else empty(), p, 2))
+
+    carried = [min(counts[rank]) for rank in range(6)]  # sequences received before the copies
+    assert sum(carried) == 18
+    assert max(carried[:3]) - min(carried[:3]) <= 1
+    assert max(carried[3:]) - min(carried[3:]) <= 1
 
 
 def test_redistribute_units_stay_together() -> None:

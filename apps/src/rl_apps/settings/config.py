@@ -325,7 +325,7 @@ class GRPOConfig(ServedConfig):
     def _check_unused_models(self) -> None:
         """Reject settings of a reference or critic that the algorithm does not use."""
         critic = {name: getattr(self.critic, name) for name in ("path", "lr", "clip")}
-        changed = {name: value for name, value in critic.items() if value != getattr(CriticConfig, name, "")}
+        changed = {name: value for name, value in critic.items() if value != getattr(CriticConfig, name)}
         kind, place = self.algorithm.advantage.kind, self.algorithm.kl.place
         require(
             self.algorithm.needs_critic or not changed,

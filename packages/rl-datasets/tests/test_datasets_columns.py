@@ -45,19 +45,18 @@ def test_columns_option_can_swap_two_columns(tmp_path: Path) -> None:
         (
             GSM8K,
             {},
-            "expected a column 'question', found only 'problem', 'solution'; .*data.columns.question=problem",
+            r"expected a column 'question', found only 'problem', 'solution', 'extra\.level'; "
+            ".*data.columns.question=problem",
         ),
-        (GSM8K, {"question": "problem"}, "a column 'answer', found only .*data.columns.answer=solution"),
         (GSM8K, {"question": "probelm"}, r"a column 'probelm' \(data.columns.question=probelm\), found only 'problem'"),
-        (HHRLHF, {}, "a column 'chosen', found only 'problem', 'solution'; .* data.columns.chosen=NAME"),
-        (Chat, {}, "a column 'messages', found only .* data.columns.messages=problem"),
-        (Chat, {"question": "problem"}, "found only 'solution', 'problem'; .* data.columns.messages=problem"),
+        (HHRLHF, {}, "a column 'chosen', found only 'problem', .*; .* data.columns.chosen=NAME"),
+        (Chat, {"question": "problem"}, "found only 'solution', .*'problem'; .* data.columns.messages=problem"),
     ],
 )
 def test_missing_column_error_names_line_columns_and_setting(
     tmp_path: Path, dataset: Any, columns: dict[str, str], message: str
 ) -> None:
-    file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "2"})
+    file = write(tmp_path / "a.jsonl", {"problem": "1 + 1?", "solution": "2", "extra": {"level": 3}})
 
     with pytest.raises(DataError, match=message) as error:
         dataset(file, columns=columns)
@@ -107,24 +106,6 @@ def test_chat_options_add_system_message_and_instruction(tmp_path: Path) -> None
     assert (system, user["content"]) == ({"role": "system", "content": "Be brief."}, "1 + 1?\n\nEnd with ####.")
 
 
-def test_chat_from_parquet_has_no_null_message_entries(tmp_path: Path) -> None:
-    import datetime
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    talk = [USER | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    row = {"messages": talk, "when": datetime.date(2026, 1, 2), "answer": None}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
-
-    assert Chat(tmp_path, form="sft")[0]["messages"] == [
-        USER,
-        {"role": "assistant", "content": "", **talk[1]} | {"content": ""},
-    ]
-    assert Chat(tmp_path)[0] == {"prompt_id": 0, "messages": [USER], "answer": None, "tool_calls": [call]}
-
-
 @pytest.mark.parametrize(
     ("row", "form", "message"),
     [
@@ -132,7 +113,6 @@ def test_chat_from_parquet_has_no_null_message_entries(tmp_path: Path) -> None:
         ({"messages": [{"text": "hi"}]}, "rl", "expected messages with role and content, found {'text': 'hi'}"),
         ({"messages": [ASSISTANT]}, "rl", "with a question before the answer, found none"),
         ({"messages": [USER]}, "sft", "instead of 'assistant': expected a column 'answer', found only 'messages'"),
-        ({"messages": [USER], "answer": " "}, "sft", "expected text in the column 'answer', found ' '"),
     ],
 )
 def test_chat_invalid_example_error_names_its_line(tmp_path: Path, row: Any, form: str, message: str) -> None:
@@ -163,16 +143,7 @@ def test_validate_command_accepts_columns(tmp_path: Path, capsys: pytest.Capture
     assert "--columns: expected FIELD=COLUMN" in capsys.readouterr().err
 
 
-def test_missing_column_error_lists_nested_columns() -> None:
-    rows = [("train.jsonl:1", {"problem": "1 + 1?", "reward_model": {"ground_truth": "2"}, "level": {}})]
-    with pytest.raises(DataError, match=r"found only 'problem', 'reward_model\.ground_truth', 'level';"):
-        list(renamed(rows, {"answer": "reward_model.groundtruth"}))
-
-
-SWITCHES = ("weight", "train", "training", "trainable", "learn", "loss", "loss_weight")
-
-
-@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("key", ["weight", "train"])
 def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path, key: str) -> None:
     wrong = {"from": "gpt", "value": "3", key: 0.0 if "weight" in key else False}
     talk = [USER | {key: 0}, wrong, USER, ASSISTANT | {key: True}]
@@ -183,17 +154,16 @@ def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path, key: str) -> N
 
 
 @pytest.mark.parametrize(
-    "turn",
+    ("turn", "form"),
     [
-        {**ASSISTANT, "weight": 0.5},
-        {**ASSISTANT, "train": "no"},
-        {**ASSISTANT, "loss_mask": [0, 1]},
-        {**ASSISTANT, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
-        {**ASSISTANT, "train": True, "weight": 0},
-        {**ASSISTANT, "weight": 0},
+        ({**ASSISTANT, "weight": 0.5}, "sft"),
+        ({**ASSISTANT, "train": "no"}, "rl"),
+        ({**ASSISTANT, "loss_mask": [0, 1]}, "sft"),
+        ({**ASSISTANT, "train": True, "weight": 0}, "sft"),
+        ({**ASSISTANT, "weight": 0}, "rl"),
+        ({**ASSISTANT, "weight": 0}, "sft"),
     ],
 )
-@pytest.mark.parametrize("form", ["rl", "sft"])
 def test_chat_unsupported_weight_is_rejected(tmp_path: Path, form: str, turn: Any) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*(weight|train|loss_mask)"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [USER, turn]}), form=form)
@@ -207,12 +177,6 @@ def test_chat_weight_of_a_question_or_example_is_rejected(tmp_path: Path) -> Non
         GSM8K(write(tmp_path / "a.jsonl", {"question": "1 + 1?", "answer": "2", "weight": 0}))
 
 
-def test_hh_rlhf_answer_with_weight_0_is_rejected(tmp_path: Path) -> None:
-    row = {"prompt": "1 + 1?", "chosen": [ASSISTANT | {"weight": 0}], "rejected": "3"}
-    with pytest.raises(DataError, match="chosen"):
-        HHRLHF(write(tmp_path / "a.jsonl", row))
-
-
 CALL = {"name": "add", "arguments": {}}
 
 
@@ -220,28 +184,21 @@ CALL = {"name": "add", "arguments": {}}
     ("message", "key"),
     [
         ({**USER, "images": ["a.png"]}, "images"),
-        ({**USER, "audio": {"path": "a.wav"}}, "audio"),
-        ({**USER, "documents": ["Ann was here."]}, "documents"),
         ({**ASSISTANT, "function_calls": "add()"}, "function_calls"),
-        ({"role": "system", "content": "Be brief.", "functions": "[{}]"}, "functions"),
         ({"role": "system", "content": "Be brief.", "tools": [CALL]}, "tools"),
         ({**ASSISTANT, "is_target": False}, "is_target"),
-        ({**ASSISTANT, "no_grad": True}, "no_grad"),
         ({**USER, "value": "2 + 2?"}, "value"),
-        ({**USER, "from": "gpt"}, "from"),
         ({**ASSISTANT, "tool_calls": [CALL], "function_call": {**CALL, "name": "sub"}}, "function_call"),
     ],
 )
-@pytest.mark.parametrize("form", ["rl", "sft"])
-def test_chat_unsupported_message_entry_is_rejected(tmp_path: Path, form: str, message: Any, key: str) -> None:
+def test_chat_unsupported_message_entry_is_rejected(tmp_path: Path, message: Any, key: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{key}"):
-        Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}), form=form)
+        Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}))
 
 
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ({"content": "", "value": "#### 2"}, ASSISTANT),
         ({"content": "#### 2", "value": "#### 2", "from": ""}, ASSISTANT),
         (
             {"content": "", "tool_calls": [], "function_call": CALL},
@@ -249,7 +206,6 @@ def test_chat_unsupported_message_entry_is_rejected(tmp_path: Path, form: str, m
         ),
         ({"content": "#### 2", "images": [], "tools": ""}, {**ASSISTANT, "images": [], "tools": ""}),
         ({"content": "#### 2", "tool_calls": "null"}, ASSISTANT),
-        ({"content": "#### 2", "tool_calls": "[]"}, ASSISTANT),
         ({"content": "#### 2", "constraints": ["brief"]}, {**ASSISTANT, "constraints": ["brief"]}),
     ],
 )
@@ -262,7 +218,6 @@ def test_chat_message_with_two_entry_names_uses_the_nonempty_one(tmp_path: Path,
 @pytest.mark.parametrize(
     ("row", "form"),
     [
-        ({"messages": json.dumps([USER, ASSISTANT])}, "sft"),
         ({"messages": f" {json.dumps(USER)}", "answer": "#### 2"}, "sft"),
         ({"messages": "1 + 1?", "answer": json.dumps([ASSISTANT])}, "sft"),
         ({"messages": json.dumps([{"from": "human", "value": "1 + 1?"}]), "answer": "#### 2"}, "rl"),
@@ -274,16 +229,11 @@ def test_chat_messages_as_json_text_are_parsed(tmp_path: Path, row: Any, form: s
     assert data[0]["messages"] == [USER, ASSISTANT][: 2 if form == "sft" else 1]
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", '[{"role": "user"}, 1]', "[]", "[1] is a list", "null"])
+@pytest.mark.parametrize("text", ['[{"role": "user"}, 1]', "[]", "null"])
 def test_chat_other_json_text_is_a_question(tmp_path: Path, text: str) -> None:
     rows = Chat(write(tmp_path / "a.jsonl", {"messages": text, "answer": "2", "input": "in"}))
 
     assert rows[0]["messages"] == [{"role": "user", "content": f"{text}\n\nin"}]
-
-
-def test_chat_input_with_messages_as_json_text_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'input'"):
-        Chat(write(tmp_path / "a.jsonl", {"messages": json.dumps([USER]), "answer": "2", "input": "in"}))
 
 
 @pytest.mark.parametrize(

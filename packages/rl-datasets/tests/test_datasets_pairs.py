@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from rl_contracts import registry
 from rl_contracts.errors import ConfigError, DataError
 from rl_datasets import HHRLHF, WordProblemPairs
 from rl_datasets.conversations import parse_dialogue
@@ -35,21 +34,6 @@ def test_hh_rlhf_dialogues_become_messages(tmp_path):
     assert data[0]["rejected"][:-1] == data[0]["chosen"][:-1]
 
 
-def test_hh_rlhf_separate_prompt_and_answers_are_joined(tmp_path):
-    data = HHRLHF(_file(tmp_path, {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}))
-
-    assert data[0]["chosen"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-
-
-def test_hh_rlhf_lists_of_messages_are_kept(tmp_path):
-    user = {"role": "user", "content": "2 + 2?"}
-    sides = {
-        side: [user, {"role": "assistant", "content": text}] for side, text in (("chosen", "4"), ("rejected", "5"))
-    }
-
-    assert HHRLHF(_file(tmp_path, sides))[0]["rejected"] == sides["rejected"]
-
-
 def _talk(*texts):
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=False)]
 
@@ -61,20 +45,15 @@ CALL = {"name": "add", "arguments": {"a": 2}}
 @pytest.mark.parametrize(
     ("prompt", "chosen", "rejected"),
     [
-        ("2 + 2?", _talk("2 + 2?", "4"), _talk("2 + 2?", "5")),
         (_talk("2 + 2?"), _talk("2 + 2?", "4"), _talk(" 2 + 2?", "5")),
         ([SYSTEM, *_talk("2 + 2?")], _talk("2 + 2?", "4"), [SYSTEM, *_talk("2 + 2?", "5")]),
         ("2 + 2?", [SYSTEM, *_talk("2 + 2?", "4")], [SYSTEM, *_talk("2 + 2?", "5")]),
         (_talk("2 + 2?"), _talk("2 + 2?", "4")[1:], {"role": "assistant", "content": "5"}),
-        (_talk("2 + 2?"), {"from": "gpt", "value": "4"}, [{"from": "gpt", "value": "5"}]),
         (_talk("2 + 2?", ""), "4", "5"),
         ("2 + 2?", _talk("2 + 2?", "4"), "5"),
-        ("\n\nHuman: 2 + 2?", "4", "5"),
         ("\n\nHuman: 2 + 2?\n\nAssistant:", " 4", " 5"),
-        ("\n\nHuman: 2 + 2?\n\nAssistant:", *(f"\n\nHuman: 2 + 2?\n\nAssistant: {n}" for n in (4, 5))),
         ("2 + 2?\n\nAssistant:", " 4", " 5"),
         ("Human: 2 + 2?", "Human: 2 + 2?\n\nAssistant: 4", "Assistant: 5"),
-        ("2 + 2?", *(json.dumps(_talk("2 + 2?", n)) for n in "45")),
         ([{**_talk("2 + 2?")[0], "name": "Ann"}], _talk("2 + 2?", "4"), _talk("2 + 2?", "5")),
         (None, *([{"turn": n, "id": n, **m} for m in _talk("2 + 2?", n)] for n in "45")),
         (
@@ -93,8 +72,8 @@ def test_hh_rlhf_prompt_is_in_each_conversation_once(tmp_path, prompt, chosen, r
     assert turns == [[("user", "2 + 2?"), ("assistant", answer)] for answer in ("4", "5")]
 
 
-@pytest.mark.parametrize("text", ["Here is one:\n\nHuman: Hello!\n\nAssistant: Hi", "So:\n\nAssistant: x"])
-def test_hh_rlhf_text_without_a_mark_at_the_start_is_one_turn(tmp_path, text):
+def test_hh_rlhf_text_without_a_mark_at_the_start_is_one_turn(tmp_path):
+    text = "Here is one:\n\nHuman: Hello!\n\nAssistant: Hi"
     row = HHRLHF(_file(tmp_path, {"prompt": f"Continue. {text}", "chosen": text, "rejected": "No."}))[0]
 
     assert row["chosen"] == _talk(f"Continue. {text}", text)
@@ -139,15 +118,10 @@ def test_hh_rlhf_sides_may_differ_from_an_earlier_assistant_turn(tmp_path):
         },
         {"prompt": _talk("2 + 2?", "It is"), "chosen": "4", "rejected": "5"},
         {"prompt": "What is 2 + 2?", "chosen": "What is 2 + 2? 4", "rejected": "What is 2 + 2? 5"},
-        {"prompt": "2 +", "chosen": "2 + 2", "rejected": "2 + 3"},
         {"prompt": "2?", "chosen": {**_talk("", "4")[1], "id": 1}, "rejected": {**_talk("", "4")[1], "id": 2}},
         {"chosen": [{**_talk("a")[0], "tool_calls": [CALL]}, *_talk("", "b")[1:]], "rejected": _talk("a", "c")},
         {"chosen": "4", "rejected": "5"},
-        {"chosen": "You are a pirate.\n\nHuman: hi\n\nAssistant: Arr", "rejected": ROW["rejected"]},
         {"prompt": "2 + 2?", "chosen": "\n\nAssistant:", "rejected": "5"},
-        {"prompt": "2 + 2?", "chosen": [{"role": "assistant", "content": None}], "rejected": "5"},
-        {"prompt": "2 + 2?", "chosen": [{"role": "assistant", "tool_calls": [{"id": "a"}]}], "rejected": "5"},
-        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "4", "rejected": "5"},
     ],
 )
 def test_hh_rlhf_pair_without_one_question_and_two_answers_is_rejected(tmp_path, row):
@@ -180,13 +154,12 @@ def test_hh_rlhf_copies_its_examples(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (
-            {"chosen": ROW["chosen"]},
-            "expected a column 'rejected', found only 'chosen'; .*data.columns.rejected=NAME",
-        ),
         ({**ROW, "rejected": ROW["chosen"]}, "expected different chosen and rejected"),
         ({**ROW, "rejected": DIALOGUE}, "expected 'rejected' to end with an assistant turn"),
-        ({**ROW, "rejected": 3}, "rejected: expected a text or a list of messages"),
+        (
+            {"chosen": [_talk("2?")[0], {**_talk("", "2")[1], "weight": 0}], "rejected": _talk("2?", "3")},
+            "expected 'chosen' to end with an assistant turn",
+        ),
     ],
 )
 def test_hh_rlhf_invalid_pair_error_names_its_line(tmp_path, row, message):
@@ -208,35 +181,21 @@ def test_hh_rlhf_empty_file_is_rejected(tmp_path):
         HHRLHF(_file(tmp_path))
 
 
-def test_parse_dialogue_joins_turns_of_one_role():
-    assert parse_dialogue("\n\nHuman: a\n\nHuman: b\n\nAssistant: c") == [
-        {"role": "user", "content": "a\n\nb"},
-        {"role": "assistant", "content": "c"},
-    ]
-
-
-def test_parse_dialogue_empty_last_mark_opens_the_answer():
-    assert parse_dialogue("Human: a\n\nAssistant: ") == [{"role": "user", "content": "a"}]
-
-
 @pytest.mark.parametrize(
-    "text", ["Human: a\nAssistant: b\nHuman: c\nAssistant:", "Human: a\n \nAssistant: b\nHuman: c"]
+    ("text", "turns"),
+    [
+        ("\n\nHuman: a\n\nHuman: b\n\nAssistant: c", [("user", "a\n\nb"), ("assistant", "c")]),
+        ("Human: a\n\nAssistant: ", [("user", "a")]),
+        ("Human: a\nAssistant: b\nHuman: c\nAssistant:", [("user", "a"), ("assistant", "b"), ("user", "c")]),
+        (
+            "\n\nHuman: Write one.\n\nAssistant: Fine.\nHuman: a\nAssistant: b",
+            [("user", "Write one."), ("assistant", "Fine.\nHuman: a\nAssistant: b")],
+        ),
+        ("Assistants: unite", []),
+    ],
 )
-def test_parse_dialogue_without_blank_lines_splits_at_lines(text):
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
-
+def test_parse_dialogue_splits_at_marks_and_joins_turns_of_one_role(text, turns):
     assert parse_dialogue(text) == [{"role": role, "content": content} for role, content in turns]
-
-
-def test_parse_dialogue_with_blank_lines_keeps_marks_at_lines():
-    assert parse_dialogue("\n\nHuman: Write one.\n\nAssistant: Fine.\nHuman: a\nAssistant: b") == [
-        {"role": "user", "content": "Write one."},
-        {"role": "assistant", "content": "Fine.\nHuman: a\nAssistant: b"},
-    ]
-
-
-def test_parse_dialogue_without_marks_returns_no_turns():
-    assert parse_dialogue("Assistants: unite") == []
 
 
 def test_word_problem_pairs_differ_only_in_the_answer():
@@ -270,8 +229,3 @@ def test_word_problem_pairs_are_reproducible_with_disjoint_splits():
         {row["chosen"][0]["content"] for row in WordProblemPairs(split=s, size=200)[:200]} for s in ("train", "test")
     )
     assert not train & test
-
-
-def test_pairs_are_registered_by_name():
-    assert registry.load("rl.datasets", "hh-rlhf") is HHRLHF
-    assert registry.load("rl.datasets", "word-problem-pairs") is WordProblemPairs

@@ -13,87 +13,64 @@ PIRATE = {"role": "system", "content": "You are a pirate."}
 HI, ARR = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr"}
 ALPACA = {"instruction": "Translate.", "input": "good day", "output": "guten Tag"}
 
-UNREAD = (
-    *("starter_code", "sql_context", "schema", "article", "story", "premise", "hypothesis", "ctx", "endings"),
-    *("option_a", "option_d", "opa", "opd", "dialog", "dialogue", "developer", "api_list", "image_url", "audio_path"),
-)
-
 
 def write(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.mark.parametrize("form", ["rl", "sft"])
 @pytest.mark.parametrize(
     ("row", "columns", "question"),
     [
         (ALPACA, {"messages": "instruction", "answer": "output"}, [("user", "Translate.\n\ngood day")]),
         ({**ALPACA, "input": ""}, {"messages": "instruction", "answer": "output"}, [("user", "Translate.")]),
-        ({"messages": [HI, ARR], "system": "Be brief."}, {}, [("system", "Be brief."), ("user", "hi")]),
         ({"messages": [PIRATE, HI, ARR], "system": "You are  a pirate."}, {}, [(*PIRATE.values(),), ("user", "hi")]),
-        ({"messages": "hi", "answer": "Arr", "system_prompt": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
         (
             {"history": [["I am Ann", "Hello Ann"]], "query": "Who am I?", "answer": "Ann", "system": "Be brief."},
             {"messages": "query"},
             [("system", "Be brief."), ("user", "I am Ann"), ("assistant", "Hello Ann"), ("user", "Who am I?")],
         ),
         (
-            {"history": [HI, ARR], "messages": "Who am I?", "answer": "Ann"},
+            {"Chat_History": [HI, ARR], "messages": "Who am I?", "answer": "Ann"},
             {},
             [("user", "hi"), ("assistant", "Arr"), ("user", "Who am I?")],
         ),
-        ({"messages": "hi", "answer": "Arr", "System": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
-        ({"messages": [HI, ARR], "system_instruction": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
+        ({"messages": [HI, ARR], "System_Prompt": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
         ({"Instruction": "Add", "Input": 0, "answer": "0"}, {"messages": "Instruction"}, [("user", "Add\n\n0")]),
-        *(
-            (
-                {name: [["I am Ann", "Hello Ann"]], "messages": "Who am I?", "answer": "Ann"},
-                {},
-                [("user", "I am Ann"), ("assistant", "Hello Ann"), ("user", "Who am I?")],
-            )
-            for name in ("chat_history", "conversation_history", "History")
-        ),
-        (
-            {"text": "Sum", "context": "1 and 2", "answer": "3"},
-            {"messages": "text", "input": "context"},
-            [("user", "Sum\n\n1 and 2")],
-        ),
     ],
 )
 def test_chat_question_columns_are_in_the_messages(
-    tmp_path: Path, form: str, row: Any, columns: dict[str, str], question: list[tuple[str, str]]
+    tmp_path: Path, row: Any, columns: dict[str, str], question: list[tuple[str, str]]
 ) -> None:
-    messages = Chat(write(tmp_path / "a.jsonl", row), form=form, columns=columns)[0]["messages"]
+    file = write(tmp_path / "a.jsonl", row)
 
-    turns = [(message["role"], message["content"]) for message in messages]
-    assert turns[: len(question)] == question
-    assert len(turns) == len(question) + (form == "sft")
+    prompt, conversation = (
+        [(message["role"], message["content"]) for message in Chat(file, form=form, columns=columns)[0]["messages"]]
+        for form in ("rl", "sft")
+    )
+
+    assert prompt == conversation[:-1] == question
 
 
-@pytest.mark.parametrize("form", ["rl", "sft"])
 @pytest.mark.parametrize(
     ("row", "column"),
     [
-        ({"messages": [HI, ARR], "input": "good day"}, "input"),
+        ({"messages": json.dumps([HI, ARR]), "input": "good day"}, "input"),
         ({"messages": [HI, ARR], "history": [["I am Ann", "Hello Ann"]]}, "history"),
         ({"messages": "Who?", "answer": "Ann", "history": "Ann"}, "history"),
         ({"messages": [PIRATE, HI, ARR], "system": "Be brief."}, "system"),
         ({"messages": [HI, ARR], "system": ["Be brief."]}, "system"),
         ({"messages": "Which one?", "answer": "B", "choices": ["hens", "eggs"]}, "choices"),
-        ({"messages": "Who?", "answer": "Ann", "context": "Ann was here."}, "context"),
         ({"messages": [HI, ARR], "prompt": [{"role": "user", "content": "hello"}]}, "prompt"),
         ({"messages": "Who?", "answer": "Ann", "Documents": ["Ann was here."]}, "Documents"),
         ({"messages": [HI, ARR], "images": [{"path": "a.png"}]}, "images"),
         ({"messages": [HI, {**ARR, "content": "good day"}], "question": "good day"}, "question"),
-        ({"messages": "Who?", "answer": "Ann", "chat_history": "Ann"}, "chat_history"),
         ({"messages": "Who?", "answer": "Ann", "history": [["a", "b"]], "chat_history": [["c", "d"]]}, "chat_history"),
-        *(({"messages": "Who?", "answer": "Ann", name: "Ann was here."}, name) for name in UNREAD),
     ],
 )
-def test_chat_unread_question_column_is_rejected_by_name(tmp_path: Path, form: str, row: Any, column: str) -> None:
+def test_chat_unread_question_column_is_rejected_by_name(tmp_path: Path, row: Any, column: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{column!r}"):
-        Chat(write(tmp_path / "a.jsonl", {"messages": [HI, ARR]}, row), form=form)
+        Chat(write(tmp_path / "a.jsonl", {"messages": [HI, ARR]}, row))
 
 
 def test_chat_columns_that_are_empty_or_in_the_question_are_accepted(tmp_path: Path) -> None:
@@ -119,12 +96,6 @@ def test_chat_column_named_unused_is_excluded_from_the_question(tmp_path: Path) 
     assert row == {"prompt_id": 0, "messages": [HI], "answer": "Arr", "unused_context": "Ann was here."}
 
 
-def test_chat_answer_as_messages_follows_the_question(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": [HI], "completion": [ARR]})
-
-    assert Chat(file, form="sft", columns={"messages": "prompt", "answer": "completion"})[0]["messages"] == [HI, ARR]
-
-
 def test_gsm8k_question_columns_are_in_the_messages(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"question": 7, "input": "plus 1", "answer": "8", "system": "Add."})
 
@@ -139,7 +110,6 @@ def test_gsm8k_question_columns_are_in_the_messages(tmp_path: Path) -> None:
     "row",
     [
         {"prompt": "hi", "chosen": "Arr", "rejected": "No.", "system": PIRATE["content"]},
-        {"prompt": "hi", "chosen": [HI, ARR], "rejected": "No.", "system": PIRATE["content"]},
         {"chosen": [HI, ARR], "rejected": [HI, {**ARR, "content": "No."}], "system": PIRATE["content"]},
     ],
 )
@@ -152,16 +122,10 @@ def test_hh_rlhf_system_column_begins_both_conversations(tmp_path: Path, row: An
 
 def test_hh_rlhf_input_and_history_belong_to_the_prompt(tmp_path: Path) -> None:
     sides = {"chosen": "Arr", "rejected": "No."}
-    rows = [
-        {"prompt": "Say", "input": "hi", "history": [["hi", "Arr"]], **sides},
-        {"chosen": [HI, ARR], "rejected": "No."},
-    ]
+    row = {"prompt": "Say", "input": "hi", "history": [["hi", "Arr"]], **sides}
 
-    assert [m["content"] for m in HHRLHF(write(tmp_path / "a.jsonl", rows[0]))[0]["chosen"]] == [
-        "hi",
-        "Arr",
-        "Say\n\nhi",
-        "Arr",
-    ]
+    chosen = HHRLHF(write(tmp_path / "a.jsonl", row))[0]["chosen"]
+
+    assert [message["content"] for message in chosen] == ["hi", "Arr", "Say\n\nhi", "Arr"]
     with pytest.raises(DataError, match="context"):
         HHRLHF(write(tmp_path / "b.jsonl", {"prompt": "hi", "context": "a ship", **sides}))

@@ -35,12 +35,10 @@ def write(path: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize(
     "columns",
     [
-        {"tools": [WEATHER, STOCK]},
         {"tools": json.dumps([WEATHER, STOCK])},
         {"tools": [json.dumps(WEATHER), json.dumps(STOCK)]},
         {"tools": [WEATHER["function"], STOCK["function"]]},
         {"tools": None, "tool_defs": [WEATHER, STOCK]},
-        {"available_tools": json.dumps([WEATHER, STOCK])},
         {"Tools": [WEATHER, STOCK]},
         {"tools": [WEATHER, STOCK], "functions": [WEATHER["function"], STOCK["function"]]},
     ],
@@ -54,8 +52,7 @@ def test_tools_of_any_format_are_schemas_in_the_example(tmp_path: Path, columns:
     assert [data[0]["tools"] for data in rows] == [[WEATHER, STOCK]] * 5
 
 
-@pytest.mark.parametrize("empty", [[], "[]", "null", "", None])
-@pytest.mark.parametrize("column", ["tools", "functions"])
+@pytest.mark.parametrize(("column", "empty"), [("tools", []), ("tools", ""), ("functions", "null")])
 def test_empty_tools_column_adds_no_entry(tmp_path: Path, column: str, empty: Any) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], column: empty})
 
@@ -63,19 +60,21 @@ def test_empty_tools_column_adds_no_entry(tmp_path: Path, column: str, empty: An
     assert Chat(file, form="rl")[0].keys() == {"prompt_id", "messages", "answer"}
 
 
-@pytest.mark.parametrize("columns", [{"tools": ["search"]}, {"tools": [WEATHER], "tool_defs": [STOCK]}, {"tools": "a"}])
-@pytest.mark.parametrize("form", ["rl", "sft"])
-def test_tools_that_are_not_schemas_are_rejected(tmp_path: Path, form: str, columns: dict[str, Any]) -> None:
+@pytest.mark.parametrize("columns", [{"tools": ["search"]}, {"tools": [WEATHER], "tool_defs": [STOCK]}])
+def test_tools_that_are_not_schemas_or_differ_are_rejected(tmp_path: Path, columns: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*tool"):
-        Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], **columns}), form=form)
+        Chat(write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER], **columns}))
 
 
 def test_parquet_nulls_in_calls_and_tools_are_removed(tmp_path: Path) -> None:
+    import datetime
+
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    day = datetime.date(2026, 1, 2)  # not a JSON value
     rows = [
-        {"messages": talk("weather", town="Ulm"), "tools": [WEATHER, STOCK], "extra": {"a": 1}},
+        {"messages": talk("weather", town="Ulm"), "tools": [WEATHER, STOCK], "extra": {"a": 1}, "when": day},
         {"messages": talk("stock", ticker="ACME"), "tools": [WEATHER, STOCK], "extra": {"b": 2}},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
@@ -83,7 +82,9 @@ def test_parquet_nulls_in_calls_and_tools_are_removed(tmp_path: Path) -> None:
     data = Chat(tmp_path, form="sft")
     assert [row["messages"] for row in data] == [row["messages"] for row in rows]
     assert data[0]["tools"] == [WEATHER, STOCK]
-    assert [row["extra"] for row in Chat(tmp_path)] == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+    examples = list(Chat(tmp_path))
+    assert [row["extra"] for row in examples] == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+    assert "when" not in examples[0]
 
 
 def test_json_nulls_in_calls_and_tools_are_kept(tmp_path: Path) -> None:
@@ -105,12 +106,9 @@ def read_calls(tmp_path: Path, *calls: Any) -> list[dict[str, Any]]:
     "call",
     [
         {"name": "weather", "arguments": '{"town": "Ulm"}'},
-        {"name": "weather", "parameters": {"town": "Ulm"}},
-        {"type": "tool_call", "name": "weather", "args": {"town": "Ulm"}},
         {"type": "tool_use", "name": "weather", "input": {"town": "Ulm"}},
         {"name": "weather", "arguments": {}, "parameters": {"town": "Ulm"}},
         {"function": {"name": "weather"}, "arguments": {"town": "Ulm"}},
-        {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}},
     ],
 )
 def test_tool_call_arguments_of_any_name_are_read(tmp_path: Path, call: dict[str, Any]) -> None:
@@ -119,7 +117,7 @@ def test_tool_call_arguments_of_any_name_are_read(tmp_path: Path, call: dict[str
     assert read_calls(tmp_path, {**call, "id": "a"}) == [expected]
 
 
-@pytest.mark.parametrize("arguments", [{"arguments": ""}, {"arguments": None}, {"arguments": "{}"}, {}])
+@pytest.mark.parametrize("arguments", [{"arguments": ""}, {}])
 def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert read_calls(tmp_path, {"name": "now", **arguments})[0]["function"] == {"name": "now", "arguments": {}}
 
@@ -128,11 +126,8 @@ def test_tool_call_without_arguments_has_an_empty_object(tmp_path: Path, argumen
     ("call", "pattern"),
     [
         ({"name": "weather", "arguments": "{'town': 'Ulm'}"}, "town"),
-        ({"name": "weather", "arguments": ["Ulm"]}, "Ulm"),
-        ({"name": "weather", "arguments": 5}, "5"),
         ({"name": "weather", "arguments": {"town": "Ulm"}, "parameters": {"town": "Bonn"}}, "parameters"),
         ({"name": "weather", "kwargs": {"town": "Ulm"}}, "kwargs"),
-        ({"function": {"name": "weather", "arguments": {}, "town": "Ulm"}}, "town"),
     ],
 )
 def test_tool_call_with_unsupported_entries_is_rejected(tmp_path: Path, call: dict[str, Any], pattern: str) -> None:
@@ -143,7 +138,7 @@ def test_tool_call_with_unsupported_entries_is_rejected(tmp_path: Path, call: di
 XLAM = [{"name": "weather", "arguments": {"town": "Ulm"}}, {"name": "stock", "arguments": {"ticker": "ACME"}}]
 
 
-@pytest.mark.parametrize(("answer", "calls"), [(XLAM, XLAM), (json.dumps(XLAM), XLAM), (json.dumps(XLAM[0]), XLAM[:1])])
+@pytest.mark.parametrize(("answer", "calls"), [(XLAM, XLAM), (json.dumps(XLAM[0]), XLAM[:1])])
 def test_chat_answer_with_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer: Any, calls: Any) -> None:
     row = {"query": "Weather?", "answers": answer, "tools": json.dumps([WEATHER["function"], STOCK["function"]])}
     file, columns = write(tmp_path / "a.jsonl", row), {"messages": "query", "answer": "answers"}
@@ -164,7 +159,6 @@ def test_chat_answer_with_calls_is_a_turn_with_tool_calls(tmp_path: Path, answer
         (json.dumps(XLAM), []),
         ('[{"name": "Ann"}]', [WEATHER]),
         ("[]", [WEATHER]),
-        ('{"name": "Ann", "arguments": 1}', []),
     ],
 )
 def test_chat_answer_with_other_json_is_text(tmp_path: Path, answer: str, tools: list[Any]) -> None:

@@ -37,12 +37,6 @@ def test_problem_with_one_or_three_steps_joins_its_clauses() -> None:
     assert three.question.startswith("Ben has 12 pens, loses 1, wins 2, then gets 3. How many")
 
 
-def test_worked_answer_with_wrong_operations_has_right_arithmetic() -> None:
-    problem = Problem("Ann", "eggs", 11, (Step("finds", 3), Step("sells", 4)))
-
-    assert problem.worked_answer("-+") == "<<11-3=8>>8\n<<8+4=12>>12\n#### 12"
-
-
 @given(seed=SEEDS, level=st.integers(1, MAX_LEVEL), data=st.data())
 def test_worked_answer_is_well_formed_and_never_negative(seed: int, level: int, data: st.DataObject) -> None:
     problem = draw_problem(random.Random(seed), level)

@@ -22,14 +22,6 @@ async def _forever() -> None:
     await asyncio.Event().wait()
 
 
-def test_run_returns_result_of_other_thread() -> None:
-    async def thread_name() -> str:
-        return threading.current_thread().name
-
-    with LoopThread("rollout-loop") as thread:
-        assert thread.run(thread_name(), timeout=5) == "rollout-loop"
-
-
 def test_run_error_keeps_traceback() -> None:
     with LoopThread("l") as thread, pytest.raises(InferenceError, match="refused") as caught:
         thread.run(_raise(InferenceError("refused")), timeout=5)

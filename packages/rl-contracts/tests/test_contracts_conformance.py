@@ -21,8 +21,6 @@ from rl_contracts.conformance.train_engine import (
     OPTIMIZER,
     STEPS,
     TrainEngineConformance,
-    policy_loss,
-    trained_tokens,
 )
 from rl_contracts.conformance.workflow import WorkflowConformance
 from rl_contracts.data import FinetuneSpec, ModelRequest, WeightReceipt, WeightUpdateMeta
@@ -32,7 +30,6 @@ from rl_contracts.testing import (
     NullInferenceEngine,
     NullInferenceEngineConfig,
     ReferenceTrainEngine,
-    make_batch,
     put_weights,
 )
 from rl_contracts.workflow import RolloutWorkflow
@@ -86,22 +83,6 @@ def test_train_suite_rejects_mean_of_means_and_shifted_output(tmp_path: Path) ->
     suite.test_forward_is_causal_and_zero_at_first_token_and_padding(healthy)
     with pytest.raises(AssertionError):
         suite.test_forward_is_causal_and_zero_at_first_token_and_padding(lambda **_: start(Unaligned))
-
-
-def test_policy_loss_of_suite_is_an_unnormalized_sum() -> None:
-    engine = ReferenceTrainEngine(model=torch.nn.Embedding(256, 256))
-    engine.model.forward = lambda input_ids: torch.nn.functional.embedding(input_ids, engine.model.weight)
-    engine.initialize(FinetuneSpec("", 1))
-    batch = make_batch(4)
-
-    total = engine.eval_batch(batch, policy_loss, trained_tokens)["loss"] * int(batch["loss_mask"].sum())
-    per_sequence = [
-        engine.eval_batch(batch[i : i + 1], policy_loss, trained_tokens)["loss"] * int(batch["loss_mask"][i].sum())
-        for i in range(4)
-        if batch["loss_mask"][i].any()
-    ]
-
-    assert total == pytest.approx(sum(per_sequence), rel=1e-5)
 
 
 # ---- inference engine

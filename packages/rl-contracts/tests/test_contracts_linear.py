@@ -28,8 +28,7 @@ def _use_onednn_for_every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     module.prefers_onednn.cache_clear()
 
 
-@pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16), (2, 3, 16)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("shape", "with_bias"), [((7, 16), False), ((1, 130, 16), False), ((2, 3, 16), True)])
 def test_linear_values_and_gradients_equal_torch(shape: tuple[int, ...], with_bias: bool) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(*shape, requires_grad=True), torch.randn(24, 16, requires_grad=True)
@@ -46,7 +45,7 @@ def test_linear_values_and_gradients_equal_torch(shape: tuple[int, ...], with_bi
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16), (2, 3, 16)])
+@pytest.mark.parametrize("shape", [(7, 16), (1, 130, 16)])
 def test_linear_result_can_be_modified_in_place(shape: tuple[int, ...]) -> None:
     """Tensor parallelism adds a bias in place to the output of its layers."""
     x, weight = torch.randn(*shape), torch.randn(24, 16, requires_grad=True)
@@ -54,15 +53,6 @@ def test_linear_result_can_be_modified_in_place(shape: tuple[int, ...]) -> None:
     linear(x, weight).add_(1.0).sum().backward()
 
     torch.testing.assert_close(weight.grad, x.reshape(-1, 16).sum(0).expand(24, 16), rtol=1e-5, atol=1e-5)
-
-
-def test_linear_only_weight_requires_grad_input_gets_none() -> None:
-    x, weight = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
-
-    linear(x, weight).sum().backward()
-
-    assert x.grad is None
-    assert weight.grad is not None
 
 
 def test_linear_other_dtypes_use_torch() -> None:

@@ -14,7 +14,6 @@ from rl_contracts.models.directory import check_model_directory, parameters_in
     ("files", "expected"),
     [
         ([], "expected config.json, found nothing in it"),
-        (["model.safetensors"], "expected config.json, found model.safetensors"),
         (["config.json"], r"expected weights \(\*\.safetensors\) beside config.json, found config.json"),
         (["config.json", "model.safetensors"], "expected a tokenizer"),
     ],
@@ -51,9 +50,7 @@ def _write_and_check(names, directory, index=None):
     ("content", "expected"),
     [
         (b"", "cannot be read as safetensors"),
-        (b"half", "cannot be read as safetensors"),
         (bytes(range(7, 200)), "cannot be read as safetensors"),
-        ((3).to_bytes(8, "little") + b"abcd", "cannot be read as safetensors"),
         ((2).to_bytes(8, "little") + b"[]", "cannot be read as safetensors"),
         (None, "is truncated or damaged: .* 120 bytes, found 100"),
     ],
@@ -67,13 +64,12 @@ def test_check_model_directory_unreadable_weights_raise_naming_file(content, exp
         check_model_directory(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("name", "content", "expected"),
     [
-        (b'{"a": ', "cannot be read as JSON"),
-        (b'{"\xff": 1}', "cannot be read as JSON"),
-        (b"[]", r"is not a JSON object: \[\]"),
+        ("tokenizer.json", b'{"a": ', "cannot be read as JSON"),
+        ("tokenizer_config.json", b'{"\xff": 1}', "cannot be read as JSON"),
+        ("config.json", b"[]", r"is not a JSON object: \[\]"),
     ],
 )
 def test_check_model_directory_invalid_json_raises_naming_file(name, content, expected, tmp_path):

@@ -11,9 +11,10 @@ TO_TOOL = "<|channel|>commentary to=functions.add<|message|>{}"
 FINAL = "<|channel|>final<|message|>It is 5."
 
 
-@pytest.mark.parametrize(("start", "end"), [marks for marks in MARKS if marks[0] != "<|channel|>"])
-def test_split_reasoning_finds_the_marks_of_each_family(start, end):
-    assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5.")
+def test_split_reasoning_finds_the_marks_of_each_family():
+    for start, end in MARKS:
+        if start != "<|channel|>":
+            assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5."), start
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,6 @@ def test_split_reasoning_finds_the_marks_of_each_family(start, end):
         ("<think>\n\n</think>\n\n", "print('</think>')", ("", "print('</think>')")),
         ("", "<think>a</think>print('</think>')", ("a", "print('</think>')")),
         (GPT_OSS, f"{ANALYSIS}<|channel|>final<|message|>It is 5.", ("so 5", "It is 5.")),
-        (GPT_OSS, "<|channel|>final<|message|>It is 5.", ("", "It is 5.")),
         (f"{GPT_OSS}<|channel|>final<|message|>", "It is 5.", ("", "It is 5.")),
         (GPT_OSS, f'{ANALYSIS}<|channel|>final <|constrain|>json<|message|>{{"a": 5}}', ("so 5", '{"a": 5}')),
         ("", "It is 5. <reasoning>so 5</reasoning>", ("", "It is 5. <reasoning>so 5</reasoning>")),
@@ -44,7 +44,6 @@ def test_split_reasoning_closed_returns_the_text_after_it(opening, text, expecte
         (THINK, "It is 5."),
         ("", " <think>It is 5."),
         ("", "<think>It is $5$.</think>\n"),
-        (GPT_OSS, "<|channel|>analysis<|message|>It is 5."),
         (GPT_OSS, f"{ANALYSIS}<|channel|>commentary<|message|>It is 5."),
     ],
 )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.batch.trajectory import PackedBatch, select
+from rl_contracts.batch.trajectory import PackedBatch
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.data import FinetuneSpec, SaveLoadMeta
+from rl_contracts.data import FinetuneSpec
 from rl_contracts.engine import Stats, TokenOutputs
-from rl_contracts.errors import ConfigError, EngineError, ModelError
+from rl_contracts.errors import ConfigError, EngineError
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_contracts.testing.reference_engine import learning_rate
 
@@ -95,21 +94,6 @@ def test_train_batch_equals_handwritten_adamw(model_path: str) -> None:
         )
 
 
-def test_train_batch_skips_non_finite_gradients_then_raises(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_contracts.testing.reference_engine.MAX_SKIPPED_STEPS", 1)
-    engine, batch = ReferenceTrainEngine(), make_batch(2)
-    engine.initialize(FinetuneSpec(model_path, 1, optimizer=OptimizerConfig(lr=0.1)))
-    before = engine.forward(batch, lambda outputs, packed: outputs.logprobs)
-
-    def explode(outputs: TokenOutputs, packed: PackedBatch) -> tuple[torch.Tensor, Stats]:
-        return outputs.logprobs.sum() * float("inf"), {}
-
-    assert engine.train_batch(batch, explode, trained_tokens)["applied"] == 0.0
-    torch.testing.assert_close(engine.forward(batch, lambda outputs, packed: outputs.logprobs), before)
-    with pytest.raises(EngineError, match="2 consecutive steps"):
-        engine.train_batch(batch, explode, trained_tokens)
-
-
 def test_forward_custom_module_may_return_logits() -> None:
     class Unigram(torch.nn.Module):
         def __init__(self) -> None:
@@ -145,31 +129,11 @@ def test_learning_rate_rises_to_peak_and_follows_schedule(schedule: str, rates: 
     assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates)
 
 
-def test_load_empty_directory_raises_model_error(model_path: str, tmp_path: Path) -> None:
-    engine = ReferenceTrainEngine()
-    engine.initialize(FinetuneSpec(model_path, 1))
-
-    for kind in ("state", "hf"):
-        with pytest.raises(ModelError, match="expected a"):
-            engine.load(SaveLoadMeta(str(tmp_path), kind))
-
-
-def test_select_from_random_batch_returns_valid_batch() -> None:
-    from rl_contracts.batch.trajectory import validate
-
-    batch = make_batch(9, seed=4)
-
-    validate(batch)
-    validate(select(batch, [8, 1]))
-
-
 @pytest.mark.parametrize(
     ("strategy", "settings", "match"),
     [
         (ParallelStrategy(2), {}, "allocation: expected one rank"),
-        (ParallelStrategy(), {"dtype": "bfloat16"}, "dtype: expected float32"),
         (ParallelStrategy(), {"head": "value"}, "head: expected lm"),
-        (ParallelStrategy(), {"deterministic": True}, "deterministic: expected False"),
         (ParallelStrategy(), {"device": "cuda"}, "device: expected cpu"),
     ],
 )
@@ -180,9 +144,9 @@ def test_initialize_unsupported_setting_raises_its_name(
         ReferenceTrainEngine(strategy=strategy).initialize(FinetuneSpec("", 1, **settings))
 
 
-def test_train_batch_without_optimizer_raises(model_path: str) -> None:
-    engine = ReferenceTrainEngine()
-    engine.initialize(FinetuneSpec(model_path, 1, optimizer=None))
+def test_train_batch_without_optimizer_raises() -> None:
+    engine = ReferenceTrainEngine(model=torch.nn.Embedding(9, 9))
+    engine.initialize(FinetuneSpec("", 1, optimizer=None))
 
     with pytest.raises(EngineError, match="optimizer is None"):
         engine.train_batch(make_batch(2), weighted_nll, trained_tokens)

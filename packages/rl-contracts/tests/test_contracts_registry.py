@@ -46,10 +46,6 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("fixture_rewards", None)
 
 
-def test_available_returns_installed_names() -> None:
-    assert registry.available(GROUP)["fixture_good"] == "fixture_rewards:good_reward_fn"
-
-
 @pytest.mark.parametrize("name", ["fixture_good", "fixture_nested", "fixture_rewards:good_reward_fn"])
 def test_load_name_or_dotted_path_returns_object(name: str) -> None:
     assert registry.load(GROUP, name)() == 1.0
@@ -71,17 +67,12 @@ def test_load_project_engine_not_installed_names_package(monkeypatch: pytest.Mon
     assert "Install rl-engines-megatron, or " in registry.unknown_name_error("megatron", "rl.train_engines")
 
 
-def test_load_unknown_name_without_similar_name_suggests_none() -> None:
-    with pytest.raises(ConfigError, match=r"'zzzzzz'\. Installed: "):
-        registry.load(GROUP, "zzzzzz")
-
-
 def test_load_from_unknown_group_reports_nothing_installed() -> None:
-    with pytest.raises(ConfigError, match=r"Installed: nothing\. Install a package"):
+    with pytest.raises(ConfigError, match=r"unknown name 'x'\. Installed: nothing\. Install a package"):
         registry.load("rl.fixture_group", "x")
 
 
-@pytest.mark.parametrize("name", ["fixture_gone", "fixture_no_module", "no_such_module:x", ":x", "fixture_rewards:"])
+@pytest.mark.parametrize("name", ["fixture_gone", "fixture_no_module", ":x", "fixture_rewards:"])
 def test_load_failed_import_raises_with_cause(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name!r}.* cannot be imported") as caught:
         registry.load(GROUP, name)
@@ -116,7 +107,6 @@ def test_settings_missing_or_invalid_names_expected_class(name: str, message: st
     [
         ("def f():\n    return (", r"SyntaxError: .*\({file}:2\)"),
         ("import os\n\nos.no_such_thing()", r"AttributeError: .*\({file}:3\)"),
-        ("value = 1 / 0", r"ZeroDivisionError: division by zero \({file}:1\)"),
         (
             "import module_that_is_nowhere",
             r"No module named 'module_that_is_nowhere' \({file}:1\)\. Searched",

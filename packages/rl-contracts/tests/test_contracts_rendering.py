@@ -129,7 +129,7 @@ def test_stop_ids_are_end_of_turn_then_end_of_text() -> None:
     assert ChatRenderer(_tokenizer(CHATML, eos="<|im_end|>")).stop_ids == (expected[0],)
 
 
-@pytest.mark.parametrize(("eos_token_id", "expected"), [([5, 0, 6], [5, 6]), (5, [5]), ([10_000, 5], [5]), (None, [])])
+@pytest.mark.parametrize(("eos_token_id", "expected"), [([5, 0, 6], [5, 6]), (5, [5]), ([10_000, 5], [5])])
 def test_stop_ids_include_end_tokens_of_generation_config(
     tmp_path: Path, eos_token_id: Any, expected: list[int]
 ) -> None:
@@ -142,7 +142,6 @@ def test_stop_ids_include_end_tokens_of_generation_config(
 @pytest.mark.parametrize(
     ("sampled", "role", "appended"),
     [
-        ("<|user|>", "user", "\nand?<|assistant|>"),
         ("<|observation|>", "tool", "\n<tool_response>\nand?\n</tool_response><|assistant|>"),
         ("<|endoftext|>", "user", "<|user|>\nand?<|assistant|>"),
         ("", "user", "<|user|>\nand?<|assistant|>"),
@@ -181,10 +180,6 @@ def test_encode_text_that_begins_a_prompt_has_one_bos(text: str) -> None:
 def test_stop_ids_without_end_token_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="Set `eos_token`"):
         _ = ChatRenderer(_tokenizer(UNCLOSED, eos=None)).stop_ids
-
-
-def test_render_sft_mask_has_completions_with_their_end_token() -> None:
-    assert _trained_text(RENDERER, TOKENIZER, CONVERSATION) == "it is 2<|im_end|>it is 4<|im_end|>"
 
 
 def test_render_sft_mask_begins_after_the_rollout_prompt() -> None:
@@ -320,14 +315,6 @@ def test_append_turn_keeps_sampled_ids_that_tokenizer_never_gives() -> None:
     assert sampled[:-1] != TOKENIZER.encode("it is 2")
     assert ids[: len(prompt) + len(sampled)] == prompt + sampled
     assert TOKENIZER.decode(ids) == TOKENIZER.decode(RENDERER.render(CONVERSATION[:4]))
-
-
-def test_append_turn_canonical_completion_equals_render() -> None:
-    completion = [*TOKENIZER.encode("it is 2"), RENDERER.stop_ids[0]]
-
-    ids = RENDERER.append_turn(RENDERER.render(CONVERSATION[:2]) + completion, CONVERSATION[3:4])
-
-    assert ids == RENDERER.render(CONVERSATION[:4])
 
 
 def test_append_turn_truncated_completion_is_closed() -> None:

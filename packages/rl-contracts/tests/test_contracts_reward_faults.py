@@ -50,8 +50,6 @@ def leaves_child(prompt, completions, prompt_ids, completion_ids, *, file, **dat
     with open(file + ".new", "w") as output:
         output.write(f"{os.getpid()} {child.pid} {tempfile.mkdtemp()}")
     os.rename(file + ".new", file)
-    if completions == "exit":
-        os._exit(7)
     if completions == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if completions == "hang":
@@ -69,9 +67,7 @@ def environment(prompt, completions, prompt_ids, completion_ids, **data):
     return float("RL_RUN_KEY" in os.environ)
 
 def forks(prompt, completions, prompt_ids, completion_ids, *, value, **data):
-    if completions in ("return", "raise") and not os.fork():
-        if completions == "raise":
-            raise LookupError("in a fork")
+    if completions == "return" and not os.fork():
         return -1.0
     if completions == "write":
         write_to_pipes(b'{"value": 42.0}\\n')
@@ -160,7 +156,7 @@ def require_all_removed(file: Path) -> None:
     wait_until(lambda: not Path(directory).parent.exists())
 
 
-@pytest.mark.parametrize("fault", ["exit", "kill", "hang"])
+@pytest.mark.parametrize("fault", ["kill", "hang"])
 async def test_reward_worker_that_fails_leaves_no_process_or_directory(fault: str, tmp_path: Path) -> None:
     file = tmp_path / "processes"
     async with AsyncRewardWrapper("fault_rewards:leaves_child", timeout=0.5) as wrapper:
@@ -243,7 +239,7 @@ async def test_reward_worker_environment_has_no_run_key(monkeypatch: pytest.Monk
         assert await score(wrapper, "") == 0.0
 
 
-@pytest.mark.parametrize("fault", ["return", "raise", "write", "write without newline", "write much"])
+@pytest.mark.parametrize("fault", ["return", "write without newline", "write much"])
 async def test_reward_fault_on_the_pipes_keeps_later_replies_correct(fault: str) -> None:
     async with AsyncRewardWrapper("fault_rewards:forks", timeout=2.0) as wrapper:
         first = (await asyncio.gather(score(wrapper, fault, value=0.0), return_exceptions=True))[0]
@@ -284,10 +280,8 @@ async def test_reward_error_of_50_megabytes_is_truncated() -> None:
     assert len(str(caught.value)) < 20_000
 
 
-@pytest.mark.parametrize("in_file", [True, False])
-async def test_reward_log_of_80_megabytes_keeps_its_last_lines(in_file: bool, tmp_path: Path) -> None:
-    logs = [tmp_path / "reward.log"] if in_file else []
-    async with AsyncRewardWrapper("fault_rewards:prints", logs=logs) as wrapper:
+async def test_reward_log_of_80_megabytes_keeps_its_last_lines(tmp_path: Path) -> None:
+    async with AsyncRewardWrapper("fault_rewards:prints", logs=[tmp_path / "reward.log"]) as wrapper:
         await score(wrapper, "y" * 999_999)
         (process,) = wrapper._processes
         wait_until(lambda: 8 << 20 <= os.fstat(process._log.fileno()).st_size <= 16 << 20)
@@ -296,28 +290,22 @@ async def test_reward_log_of_80_megabytes_keeps_its_last_lines(in_file: bool, tm
         assert process._last_lines().endswith("last line")
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "loss", "groups/failed/reward", "eval/reward/mean"])
-async def test_reward_records_a_metric_of_the_run_raises_reward_error(name: str) -> None:
-    async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
-        with collect() as metrics, pytest.raises(RewardError, match=f"'{name}'"):
-            await score(wrapper, name)
-
-    assert name not in metrics.results()
-
-
-async def test_reward_records_reward_metrics_is_scored() -> None:
+async def test_reward_may_record_only_metrics_that_the_run_does_not() -> None:
     async with AsyncRewardWrapper("fault_rewards:records") as wrapper:
         with collect() as metrics:
+            for name in ("reward/mean", "loss", "groups/failed/reward", "eval/reward/mean"):
+                with pytest.raises(RewardError, match=f"'{name}'"):
+                    await score(wrapper, name)
             await asyncio.gather(*(score(wrapper, name) for name in ("code/passed", "reward/own")))
 
-    assert metrics.results().keys() >= {"code/passed", "reward/own"}
+    assert metrics.results().keys() - {"time/reward"} == {"code/passed", "reward/own"}
 
 
-@pytest.mark.parametrize("value", [1e300, -1e39, 10**400], ids=["1e300", "-1e39", "10**400"])
-async def test_reward_beyond_float32_raises_reward_error(value: float) -> None:
+async def test_reward_beyond_float32_raises_reward_error() -> None:
     async with AsyncRewardWrapper("fault_rewards:number") as wrapper:
-        with pytest.raises(RewardError, match="float32"):
-            await score(wrapper, "", value=value)
+        for value in (1e300, -1e39, 10**400):
+            with pytest.raises(RewardError, match="float32"):
+                await score(wrapper, "", value=value)
 
 
 async def test_reward_component_beyond_float32_raises_reward_error() -> None:

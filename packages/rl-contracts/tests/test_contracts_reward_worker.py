@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -87,7 +86,7 @@ def acts(prompt, completions, prompt_ids, completion_ids, **data):
     if completions == "close":
         os.closerange(3, 100)
         time.sleep(1000)
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}.get(completions, os.getpid())
+    return {"nan": float("nan"), "none": None, "text": "1.0"}.get(completions, os.getpid())
 
 def modules(prompt, completions, prompt_ids, completion_ids, **data):
     return float(sum(name in sys.modules for name in data["names"]))
@@ -162,12 +161,6 @@ async def test_call_composite_reward_keeps_its_components() -> None:
 
     assert (reward, components_of(reward)) == (1.5, {"right": 1.0, "form": 0.5})
     assert components_of(0.5 * reward) == components_of(reward * 0.5) == {"right": 0.5, "form": 0.25}
-
-
-async def test_call_function_object_is_imported_by_name(rewards: Any) -> None:
-    async with AsyncRewardWrapper(rewards.exact) as wrapper:
-        assert wrapper.target == "worker_rewards:exact"
-        assert await score(wrapper, "5", answer="4") == 0.0
 
 
 @pytest.mark.usefixtures("rewards")
@@ -261,7 +254,6 @@ async def test_worker_imports_neither_torch_nor_transformers() -> None:
         ("segfault", r"(?s)ended by signal SIGSEGV while it scored.*in acts"),
         ("close", r"closed its pipe without exiting and was killed"),
         ("nan", r"expected a finite reward, found nan"),
-        ("inf", r"expected a finite reward, found inf"),
         ("none", r"expected a number as reward, found NoneType: None"),
         ("text", r"expected a number as reward, found str: '1\.0'"),
     ],
@@ -353,13 +345,10 @@ async def test_call_canceled_keeps_the_worker_usable() -> None:
 
 
 @pytest.mark.usefixtures("rewards")
-@pytest.mark.parametrize(
-    ("data", "key"), [({"answer": {1, 2}}, "answer"), ({"a": 1, "image": b"x"}, "image"), ({"f": lambda: 0}, "f")]
-)
-async def test_call_data_not_json_raises_reward_error_with_key(data: dict[str, Any], key: str) -> None:
+async def test_call_data_not_json_raises_reward_error_with_key() -> None:
     async with AsyncRewardWrapper("worker_rewards:exact") as wrapper:
-        with pytest.raises(RewardError, match=f"'{key}' cannot be sent to the worker"):
-            await score(wrapper, "", **data)
+        with pytest.raises(RewardError, match="'image' cannot be sent to the worker"):
+            await score(wrapper, "", a=1, image=b"x")
 
 
 @pytest.mark.usefixtures("rewards")
@@ -367,8 +356,6 @@ async def test_call_data_not_json_raises_reward_error_with_key(data: dict[str, A
     ("target", "match"),
     [
         ("no_such_reward", "unknown name 'no_such_reward'"),
-        ("no_such_module:f", "cannot be imported"),
-        ("worker_rewards:missing", "cannot be imported"),
         ("worker_rewards:not_callable", "'worker_rewards:not_callable' resolves to 3"),
         ("broken_rewards:f", "(?s)RuntimeError: cannot be imported today.*Traceback"),
     ],
@@ -473,33 +460,6 @@ async def test_worker_killed_while_idle_is_replaced() -> None:
         wait_until(lambda: not worker.is_ready())  # an exiting process is a zombie before it can be waited for
 
         assert await score(wrapper, "fine") != first
-
-
-PARENT = """
-import asyncio, sys
-from rl_contracts.reward import time_limit
-from rl_contracts.reward_worker import AsyncRewardWrapper
-
-async def main():
-    wrapper = AsyncRewardWrapper("worker_rewards:acts")
-    await wrapper("", "hang with a child", [], [], file=sys.argv[1])
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_worker_that_hangs_exits_with_its_killed_parent(rewards: Any, tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-    environment = {**os.environ, "PYTHONPATH": str(Path(rewards.__file__).parent)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(file)], env=environment)
-    wait_until(lambda: file.exists() and len(file.read_text().split()) == 2, 30.0)
-    worker = int(file.read_text().split()[0])
-
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-
-    wait_until(lambda: not is_alive(worker))
 
 
 @pytest.mark.slow

@@ -14,15 +14,6 @@ from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.testing import SimulatedClock
 
 
-async def test_sleep_of_hours_takes_no_real_time() -> None:
-    clock, started = SimulatedClock(start=5.0), time.monotonic()
-
-    await clock.sleep(3600.0)
-
-    assert clock.now() == 3605.0
-    assert time.monotonic() - started < 1.0
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=20))
 def test_sleepers_wake_in_order_of_time_then_arrival(delays: list[float]) -> None:
@@ -91,18 +82,6 @@ def test_run_deadlock_raises_stalled_error_naming_the_task() -> None:
 
     with pytest.raises(StalledError, match=r"7 s: deadlock.*waits_forever"):
         clock.run(waits_forever())
-
-
-def test_run_returns_result_and_raises_error() -> None:
-    async def fails() -> None:
-        raise KeyError("test")
-
-    async def works() -> int:
-        return 3
-
-    assert SimulatedClock().run(works()) == 3
-    with pytest.raises(KeyError, match="test"):
-        SimulatedClock().run(fails())
 
 
 def test_hold_stops_time_and_deadlock_detection_during_thread() -> None:

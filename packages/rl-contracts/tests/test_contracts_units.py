@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_contracts.batch.packing import expand, unit_indices
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import MINIBATCH_KEY, shard_batch
-from rl_contracts.batch.trajectory import UNIT_KEY, lengths, pack, select, units, validate
+from rl_contracts.batch.trajectory import UNIT_KEY, lengths, pack, select, validate
 from rl_contracts.errors import DataError
 from rl_contracts.testing import make_batch
 
@@ -73,10 +73,6 @@ def test_packed_last_tokens_are_those_of_the_sequences() -> None:
     last_tokens = packed.last_tokens(packed["input_ids"])
 
     assert last_tokens.tolist() == [int(ids[n - 1]) for ids, n in zip(batch["input_ids"], lengths(batch), strict=True)]
-
-
-def test_units_without_labels_are_single_sequences() -> None:
-    assert units(make_batch(3)) == [[0], [1], [2]]
 
 
 def test_validate_unit_labels_of_wrong_dtype_raise_data_error() -> None:

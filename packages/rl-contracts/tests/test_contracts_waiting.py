@@ -5,14 +5,6 @@ import pytest
 from rl_contracts.testing.waiting import until, wait_until
 
 
-def test_wait_until_condition_becomes_true_returns():
-    results = iter([False, False, True])
-
-    wait_until(lambda: next(results), interval=0)
-
-    assert list(results) == []
-
-
 def test_wait_until_past_limit_prints_condition():
     servers = []
 

@@ -150,8 +150,18 @@ def test_checksum_strided_tensor_or_odd_offset_raises() -> None:
         checksum(torch.zeros(4), offset_bytes=4)
 
 
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [0, 5, 2**17, 2**17 + 3, 5 * 2**19 + 1])
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [
+        (torch.float32, 0),
+        (torch.float32, 2**17),
+        (torch.float32, 5 * 2**19 + 1),
+        (torch.bfloat16, 5),
+        (torch.bfloat16, 2**17 + 3),
+        (torch.bfloat16, 5 * 2**19 + 1),
+        (torch.uint8, 2**17 + 3),
+    ],
+)
 def test_copy_with_checksum_equals_copy_then_checksum(target: torch.dtype, size: int) -> None:
     whole = torch.randint(0, 100, (size + 14,), generator=torch.Generator().manual_seed(0)).float()
     shifted = [whole[first : first + size] for first in range(14)]  # an address divisible by 7 or 8, both, or neither
@@ -346,8 +356,7 @@ def test_open_weights_missing_file_raises_naming_location(tmp_path: Path, route:
         read_weights(meta)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("keep", [0, 10, 300])
+@pytest.mark.parametrize(("route", "keep"), [("shm", 0), ("shm", 300), ("disk", 0), ("disk", 10), ("disk", 300)])
 def test_open_weights_truncated_file_raises(tmp_path: Path, route: str, keep: int) -> None:
     meta, _ = write(open_sender(route, str(tmp_path)), 1, weights().items())
     os.truncate(file_of(meta), keep)
@@ -495,8 +504,10 @@ def test_checksum_finite_equals_isfinite_for_any_bits(halves: list[int], dtype: 
     assert checksum_module.copy_summed(torch.empty_like(numbers), torch.full_like(numbers, -largest)).finite
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(torch.float32, float("nan")), (torch.float32, -float("inf")), (torch.bfloat16, float("inf"))],
+)
 def test_checksum_one_nonfinite_number_in_any_thread_is_found(dtype: torch.dtype, number: float) -> None:
     large = torch.ones(2**23 + 3)
     for index in (0, 2**20, 2**22 + 5, 2**23 + 2):

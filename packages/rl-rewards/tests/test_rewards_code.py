@@ -43,56 +43,46 @@ FENCE = "```"
 PROGRAM = "print(int(input()) + 1)\n"
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        f"{FENCE}\n{PROGRAM}{FENCE}",
-        f"{FENCE}python3\n{PROGRAM}{FENCE}",
-        f"{FENCE}Python\n{PROGRAM}{FENCE}",
-        f"{FENCE} py3.11\n{PROGRAM}{FENCE}",
-        f'{FENCE}python title="a.py"\n{PROGRAM}{FENCE}',
-        f"{FENCE}{{.python .numberLines}}\n{PROGRAM}{FENCE}",
-        f"{FENCE}main.py\n{PROGRAM}{FENCE}",
-        f"{FENCE}python\r\n{PROGRAM[:-1]}\r\n{FENCE}\r\n",
-        f"~~~python\n{PROGRAM}~~~",
-        f"{FENCE}`python\n{PROGRAM}{FENCE}`",
-        f"{FENCE}python\n{PROGRAM}",
-        f"1. Code:\n   {FENCE}python\n   {PROGRAM}   {FENCE}",
-        f"- Code:\n\n    {FENCE}python\n    {PROGRAM}    {FENCE}",
-        f"Code:\n\n    {FENCE}python\n    {PROGRAM}    {FENCE}",
-        f"> {FENCE}python\n> {PROGRAM}> {FENCE}",
-        f"<answer>\n{FENCE}python\n{PROGRAM}{FENCE}\n</answer>",
-        f"For\n{FENCE}text\n1\n{FENCE}\nit prints 2.\n{FENCE}python\n{PROGRAM}{FENCE}",
-        f"{FENCE}python\n{PROGRAM}{FENCE}\nRun:\n{FENCE}bash\npython a.py\n{FENCE}",
-        f"{FENCE}python\nprint(0)\n{FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
-        f"{FENCE}python\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
-        f"{FENCE}\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
-        f"{FENCE}cpp\nint main() {{}}\n{FENCE}\n{FENCE}\n{PROGRAM}{FENCE}",
-        f"<answer>{FENCE}python\n{PROGRAM}{FENCE}</answer>",
-        f"{FENCE}python\n{PROGRAM}{FENCE} This adds one.",
-        f"{FENCE}\n{PROGRAM}{FENCE}<|im_end|>",
-        f"The code is: {FENCE}python\n{PROGRAM}{FENCE}",
-        f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
-        f"- Code: {FENCE}python\n  {PROGRAM}  {FENCE}",
-        f"> Code: {FENCE}python\n> {PROGRAM}> {FENCE}",
-        f"{FENCE}python\nprint(0){FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
-        f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n# Input: 1\n# Output: 2\n{FENCE}",
-        f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n>>> 1+2\n3\n{FENCE}",
-        f"Use {FENCE}python{FENCE} here.\n{FENCE}python\n{PROGRAM}{FENCE}",
-    ],
-)
-def test_find_program_with_a_fenced_block_returns_its_content(completion):
-    assert find_program(completion) == PROGRAM
+FENCED = [
+    f"{FENCE}\n{PROGRAM}{FENCE}",
+    f"{FENCE} py3.11\n{PROGRAM}{FENCE}",
+    f'{FENCE}Python title="a.py"\n{PROGRAM}{FENCE}',
+    f"{FENCE}{{.python .numberLines}}\n{PROGRAM}{FENCE}",
+    f"{FENCE}main.py\n{PROGRAM}{FENCE}",
+    f"{FENCE}python\r\n{PROGRAM[:-1]}\r\n{FENCE}\r\n",
+    f"~~~python\n{PROGRAM}~~~",
+    f"{FENCE}python\n{PROGRAM}",
+    f"- Code:\n\n    {FENCE}python\n    {PROGRAM}    {FENCE}",
+    f"Code:\n\n    {FENCE}python\n    {PROGRAM}    {FENCE}",
+    f"<answer>\n{FENCE}python\n{PROGRAM}{FENCE}\n</answer>",
+    f"{FENCE}python\n{PROGRAM}{FENCE}\nRun:\n{FENCE}bash\npython a.py\n{FENCE}",
+    f"{FENCE}python\nprint(0)\n{FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
+    f"{FENCE}python\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
+    f"{FENCE}\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
+    f"<answer>{FENCE}python\n{PROGRAM}{FENCE}</answer>",
+    f"{FENCE}python\n{PROGRAM}{FENCE} This adds one.",
+    f"The code is: {FENCE}python\n{PROGRAM}{FENCE}",
+    f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
+    f"- Code: {FENCE}python\n  {PROGRAM}  {FENCE}",
+    f"> Code: {FENCE}python\n> {PROGRAM}> {FENCE}",
+    f"{FENCE}python\nprint(0){FENCE}\nbetter:\n{FENCE}python\n{PROGRAM}{FENCE}",
+    f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n# Input: 1\n# Output: 2\n{FENCE}",
+    f"{FENCE}python\n{PROGRAM}{FENCE}\nExample:\n{FENCE}python\n>>> 1+2\n3\n{FENCE}",
+    f"Use {FENCE}python{FENCE} here.\n{FENCE}python\n{PROGRAM}{FENCE}",
+]
+
+
+def test_find_program_with_a_fenced_block_returns_its_content():
+    assert {text: find_program(text) for text in FENCED} == dict.fromkeys(FENCED, PROGRAM)
 
 
 def test_find_program_with_blocks_without_calls_returns_the_last():
     assert find_program(f"{FENCE}python\nx = 1\n{FENCE}\n{FENCE}python\nx = 2\n{FENCE}") == "x = 2\n"
 
 
-@pytest.mark.parametrize("end", ["", "</answer>", "\nExplanation: it's short.", " Done!"])
-def test_find_program_with_a_closing_fence_after_code_ends_there(end):
-    for program in (PROGRAM.strip(), f"{PROGRAM}    "):
-        assert find_program(f"So:\n{FENCE}python\n{program}{FENCE}{end}") == program
+@pytest.mark.parametrize("program", [PROGRAM.strip(), f"{PROGRAM}    "])
+def test_find_program_with_a_closing_fence_after_code_ends_there(program):
+    assert find_program(f"So:\n{FENCE}python\n{program}{FENCE}\nExplanation: it's short.") == program
 
 
 def test_find_program_with_many_fences_takes_bounded_time():
@@ -102,7 +92,7 @@ def test_find_program_with_many_fences_takes_bounded_time():
     assert time.process_time() - started < 20.0  # about 2 s
 
 
-@pytest.mark.parametrize("completion", ["", PROGRAM, f"{FENCE}cpp\n{PROGRAM}{FENCE}", f"`{PROGRAM}`"])
+@pytest.mark.parametrize("completion", [PROGRAM, f"{FENCE}cpp\n{PROGRAM}{FENCE}"])
 def test_find_program_without_a_python_block_returns_none(completion):
     assert find_program(completion) is None
 
@@ -120,26 +110,21 @@ def test_find_program_for_a_function_returns_its_definition():
     assert find_program(completion) == uses
 
 
-@pytest.mark.parametrize(
-    ("expected", "output", "equal"),
-    [
-        ("5", "\n5\n", True),
-        ("1\n2", "1 \n\n  2\n\n", True),
-        ("1 2", "1  2", True),
-        ("0.5", "0.50", True),
-        ("0.5 x", "0.500000001 x", True),
-        ("2", "2.0", True),
-        ("0.5", "0.51", False),
-        ("1000000007", "1000000008", False),
-        ("1 2", "1\n2", False),
-        ("1 2", "2 1", False),
-        ("YES", "yes", False),
-        ("inf", "5", False),
-        ("5", "", False),
-    ],
-)
-def test_same_output_compares_words_of_lines_within_tolerance(expected, output, equal):
-    assert same_output(expected, output) is equal
+OUTPUTS = [
+    ("1\n2", "1 \n\n  2\n\n", True),
+    ("0.5 x", "0.500000001 x", True),
+    ("2", "2.0", True),
+    ("0.5", "0.51", False),
+    ("1000000007", "1000000008", False),
+    ("1 2", "1\n2", False),
+    ("YES", "yes", False),
+    ("inf", "5", False),
+    ("5", "", False),
+]
+
+
+def test_same_output_compares_words_of_lines_within_tolerance():
+    assert [(a, b, same_output(a, b)) for a, b, _ in OUTPUTS] == OUTPUTS
 
 
 def test_same_value_compares_floats_within_tolerance():
@@ -177,13 +162,6 @@ def test_read_tests_with_json_text_reads_the_result_as_json():
     assert not listed.accepts("\n1")
 
 
-def test_read_tests_with_listed_arguments_keeps_texts():
-    (test,) = read_tests({"inputs": [["a"]], "outputs": ["1"], "fn_name": "f"})
-
-    assert test.accepts('\n"1"')
-    assert not test.accepts("\n1")
-
-
 @pytest.mark.parametrize(
     "tests",
     [
@@ -206,19 +184,20 @@ def test_read_tests_with_an_input_of_zero_keeps_it():
     assert [test.arguments for test in read_tests([{"input": value, "output": 0} for value in (0, None)])] == ["0", ""]
 
 
-def test_read_tests_for_a_function_keeps_text_that_is_not_json():
-    (test,) = read_tests([{"input": "hello\n2", "output": "hellohello"}], "f")
+def test_read_tests_keeps_text_that_is_listed_or_is_not_json():
+    (plain,) = read_tests([{"input": "hello\n2", "output": "hellohello"}], "f")
+    (listed,) = read_tests({"inputs": [["a"]], "outputs": ["1"], "fn_name": "f"})
 
-    assert test.arguments == ["hello", 2]
-    assert test.accepts('\n"hellohello"')
+    assert plain.arguments == ["hello", 2]
+    assert plain.accepts('\n"hellohello"')
+    assert listed.accepts('\n"1"')
+    assert not listed.accepts("\n1")
 
 
 @pytest.mark.parametrize(
     "tests",
     [
-        None,
         [],
-        "",
         "no JSON",
         5,
         [5],
@@ -226,7 +205,6 @@ def test_read_tests_for_a_function_keeps_text_that_is_not_json():
         [{"input": "1", "output": None}],
         {"inputs": ["1", "2"], "outputs": ["1"]},
         {"inputs": "12", "outputs": ["3", "4"]},
-        {"inputs": [], "outputs": []},
         [{"input": "1", "output": "1", "testtype": "functional"}],
     ],
 )
@@ -250,10 +228,9 @@ def test_code_reward_calls_a_method_of_class_solution():
     assert code_reward_fn("", f"{FENCE}python\n{SOLUTION}{FENCE}", [], [], tests=tests) == 1.0
 
 
-@pytest.mark.parametrize("name", ["max", "gcd", "pow"])
-def test_code_reward_without_own_definition_of_the_function_is_zero(name):
-    tests = {"inputs": [[4, 6]], "outputs": [{"max": 6, "gcd": 2, "pow": 4096}[name]], "fn_name": name}
-    defines = f"def {name}(*values):\n    return {tests['outputs'][0]}"
+def test_code_reward_without_own_definition_of_the_function_is_zero():
+    tests = {"inputs": [[4, 6]], "outputs": [4096], "fn_name": "pow"}  # a function of `builtins` and of `math`
+    defines = "def pow(*values):\n    return 4096"
 
     assert code_reward_fn("", f"{FENCE}python\ndef other(): pass\n{FENCE}", [], [], tests=tests) == 0.0
     assert code_reward_fn("", f"{FENCE}python\n{defines}\n{FENCE}", [], [], tests=tests) == 1.0

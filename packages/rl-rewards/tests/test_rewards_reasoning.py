@@ -1,4 +1,4 @@
-"""All rewards ignore the reasoning, with the reasoning marks of all model families."""
+"""All rewards ignore the reasoning. The tests of `split_reasoning` cover the marks of each model family."""
 
 import pytest
 
@@ -19,32 +19,13 @@ def score(reward, completion, data, **more):
 
 
 @pytest.mark.parametrize(("reward", "data", "template"), REWARDS)
-@pytest.mark.parametrize(
-    "form",
-    [
-        "<think>{wrong}</think>{right}",
-        "{wrong}</think>\n\n{right}",
-        "[THINK]{wrong}[/THINK]{right}",
-        "<seed:think>{wrong}</seed:think>{right}",
-        "◁think▷{wrong}◁/think▷{right}",
-        "<|channel>thought\n{wrong}<channel|>{right}",
-        "<|channel|>analysis<|message|>{wrong}<|end|><|start|>assistant<|channel|>final<|message|>{right}",
-        "<reasoning>{wrong}</reasoning>{right}",
-    ],
-)
-def test_reward_reads_only_the_text_after_the_reasoning(reward, data, template, form):
+def test_reward_reads_only_the_text_after_the_reasoning(reward, data, template):
     wrong, right = template.format(7), template.format(5)
 
-    assert score(reward, form.format(wrong=wrong, right=right), data) == 1.0
-    assert score(reward, form.format(wrong=right, right=wrong), data) == 0.0
-
-
-@pytest.mark.parametrize(("reward", "data", "template"), REWARDS)
-@pytest.mark.parametrize(
-    "form", ["<think>{}", "<think>{}</think>", "<|channel|>analysis<|message|>{}", "<think>{}</think>Some other text."]
-)
-def test_reward_of_reasoning_without_an_answer_is_zero(reward, data, template, form):
-    assert score(reward, form.format(template.format(5)), data) == 0.0
+    assert score(reward, f"<think>{wrong}</think>{right}", data) == 1.0
+    assert score(reward, f"<think>{right}</think>{wrong}", data) == 0.0
+    assert score(reward, f"<think>{right}", data) == 0.0
+    assert score(reward, f"<think>{right}</think>Some other text.", data) == 0.0
 
 
 @pytest.mark.parametrize(("reward", "data", "template"), REWARDS)

@@ -90,7 +90,7 @@ def test_advantages_any_placement_on_replicas_gives_the_same(name):
         torch.testing.assert_close(_merge_over_replicas(placement, compute), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("threshold", [0.01, 0.5, 2.0, 1e9])
+@pytest.mark.parametrize("threshold", [0.01, 0.5])
 def test_second_moment_mask_any_placement_on_replicas_gives_the_same(threshold):
     def compute(rows, parallel):
         rows["advantages"] = torch.where(rows["loss_mask"], (rows["rewards"] - 0.4)[:, None], 0.0)
@@ -219,24 +219,17 @@ def test_advantages_empty_batch_gives_empty_entries():
     assert batch["advantages"].shape[0] == batch["returns"].shape[0] == 0
 
 
-def test_maxrl_divides_by_group_mean():
-    batch = stack([_row(episode, reward, 2) for episode, reward in enumerate([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])])
-    batch["group_ids"] = torch.tensor([0, 0, 0, 0, 1, 1])
-
-    assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig(std="mean")), ParallelContext())
-
-    # (r - p) / p with p = 1/4: 3 for the correct completion, -1 for the others; all rewards of the second group are 0
-    advantages = [float(batch["advantages"][row][batch["loss_mask"][row]][0]) for row in range(6)]
-    assert advantages == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0], abs=1e-4)
-
-
-@pytest.mark.parametrize("rewards", [[1.0, -1.0], [0.0, -1.0], [0.0, 0.0]])
-def test_maxrl_group_without_positive_mean_has_no_advantage(rewards):
+def test_maxrl_divides_by_group_mean_if_it_is_positive():
+    rewards = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, -1.0, 0.0, -1.0]
     batch = stack([_row(episode, reward, 2) for episode, reward in enumerate(rewards)])
+    batch["group_ids"] = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
 
     assign_credit(batch, AlgorithmConfig(advantage=AdvantageConfig(std="mean")), ParallelContext())
 
-    assert not batch["advantages"].any()
+    # (r - p) / p with p = 1/4: 3 for the correct completion, -1 for the others; the other means are 0, 0 and -1/2
+    advantages = [float(batch["advantages"][row][batch["loss_mask"][row]][0]) for row in range(10)]
+    assert advantages[:4] == pytest.approx([3.0, -1.0, -1.0, -1.0], abs=1e-4)
+    assert advantages[4:] == [0.0] * 6
 
 
 def test_assign_credit_counts_groups_without_variance_and_of_one():

@@ -116,8 +116,7 @@ def servers_and_publisher(model_path, loop, tmp_path):
     return servers, publisher
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [0.0, 1e-6, 0.05])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 0.0), ("bfloat16", 1e-6), ("float32", 0.05)])
 def test_publish_healthy_servers_pass_canary(model_path, loop, tmp_path, dtype, size):
     servers = Servers(_engine(model_path), 2, dtype)
     publisher = _publisher(servers, loop, tmp_path)

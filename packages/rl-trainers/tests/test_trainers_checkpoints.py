@@ -57,13 +57,6 @@ def saved_models(run_dir: Path) -> dict[str, str]:
     return {path.name: (path / "model").read_text() for path in sorted((run_dir / "checkpoints").iterdir())}
 
 
-def test_checkpoints_every_two_steps_includes_last_step(tmp_path: Path) -> None:
-    engine = ExportingEngine()
-    run(engine, Checkpoints(engine, tmp_path, CheckpointConfig(every=2)), [{}] * 5)
-
-    assert saved_models(tmp_path) == {"step_2": "2", "step_4": "4", "step_5": "5"}
-
-
 def test_checkpoint_appears_only_when_complete_while_steps_continue(tmp_path: Path) -> None:
     engine = ExportingEngine()
     engine.may_write.clear()

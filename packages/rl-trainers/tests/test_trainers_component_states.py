@@ -48,14 +48,16 @@ def restore(checkpoint: Path, component: Component, rank: int, ranks: int) -> An
     return component.state
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_restore_identical_states_works_with_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, [{"step": 4, "tensor": torch.arange(3)}] * 2)
+def test_restore_identical_states_works_with_any_number_of_ranks(tmp_path: Path) -> None:
+    empty = torch.zeros(0, dtype=torch.bool)
+    checkpoint = save(tmp_path, [{"step": 4, "list": [1, {"b": torch.arange(3), "c": None}], "d": {"e": empty}}] * 2)
 
-    for rank in range(ranks):
+    for rank, ranks in ((0, 1), (1, 2), (2, 3)):
         state = restore(checkpoint, Component(), rank, ranks)
         assert state["step"] == 4
-        assert state["tensor"].tolist() == [0, 1, 2]
+        assert state["list"][1]["b"].tolist() == [0, 1, 2]
+        assert state["list"][1]["c"] is None
+        assert state["d"]["e"].dtype == torch.bool
 
 
 def test_restore_differing_states_works_with_same_number_of_ranks(tmp_path: Path) -> None:
@@ -74,13 +76,11 @@ def test_restore_differing_states_rejects_other_number_of_ranks(states: list[dic
         restore(checkpoint, Component(), 0, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_restore_reshardable_component_receives_states_of_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_restore_reshardable_component_receives_states_of_all_ranks(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, [{"at": 5}, {"at": 7}])
 
-    assert [restore(checkpoint, ReshardableComponent(), rank, ranks)["all"] for rank in range(ranks)] == [
-        [5, 7]
-    ] * ranks
+    for rank, ranks in ((0, 1), (1, 2), (2, 3)):
+        assert restore(checkpoint, ReshardableComponent(), rank, ranks)["all"] == [5, 7]
 
 
 def test_saved_states_of_twelve_ranks_are_in_rank_order(tmp_path: Path) -> None:
@@ -90,12 +90,11 @@ def test_saved_states_of_twelve_ranks_are_in_rank_order(tmp_path: Path) -> None:
     assert [state["at"] for state in SavedStates(checkpoint, "component")] == list(range(12))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_restore_missing_state_raises_error_naming_its_file(rank: int, tmp_path: Path) -> None:
+def test_restore_missing_state_raises_error_naming_its_file(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, [{"at": 5}, {"at": 5}])
-    (checkpoint / f"component-{rank}.json").unlink()
+    (checkpoint / "component-1.json").unlink()
 
-    with pytest.raises(EngineError, match=rf"component-{rank}\.json.*recover\.resume=false"):
+    with pytest.raises(EngineError, match=r"component-1\.json.*recover\.resume=false"):
         restore(checkpoint, ReshardableComponent(), 0, 1)
 
 

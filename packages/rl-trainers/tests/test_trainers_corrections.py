@@ -35,13 +35,10 @@ def test_plain_weights_are_the_ratios():
     torch.testing.assert_close(plain_weights(_tokens([0.1, 7.4]), level="token")[0], torch.tensor([0.1, 7.4]))
 
 
-def test_truncated_weights_above_cap_are_truncated_and_marked():
+def test_truncated_weights_outside_bounds_are_truncated_and_marked():
     weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([0.1, 1.0, 2.0]))
     assert marks["correction/capped"].tolist() == [False, False, True]
-
-
-def test_truncated_weights_below_floor_are_raised_to_floor():
     weights, marks = truncated_weights(_tokens([0.1, 1.0, 7.4]), level="token", cap=2.0, floor=0.5)
     torch.testing.assert_close(weights, torch.tensor([0.5, 1.0, 2.0]))
     assert marks["correction/capped"].tolist() == [True, False, True]
@@ -50,15 +47,11 @@ def test_truncated_weights_below_floor_are_raised_to_floor():
 @pytest.mark.parametrize(
     ("estimator", "over", "expected"),
     [  # log r of sequence one: 0.1, -2; of sequence two: 0.3, 0.3
-        ("k1", "token", [False, True, False, False]),
-        ("k2", "token", [False, True, False, False]),
         ("k3", "token", [False, True, False, False]),
         ("k2", "max", [True, True, False, False]),
-        ("k3", "max", [True, True, False, False]),
         ("k1", "sum", [True, True, True, True]),
         ("k2", "sum", [True, True, False, False]),
         ("k1", "mean", [True, True, False, False]),
-        ("k3", "mean", [True, True, False, False]),
     ],
 )
 def test_divergence_mask_drops_tokens_and_sequences_above_bound(estimator, over, expected):
@@ -124,10 +117,7 @@ def test_second_moment_outliers_are_largest_until_mean_is_within_bound():
     assert _retained(squares, 1.0) == squares
     assert _retained(squares, 0.005) == []
     assert _retained([], 0.04) == []
-
-
-def test_second_moment_outliers_equal_values_are_dropped_together():
-    # with one of the two 0.09 the mean is 0.05; with both 0.0633
+    # equal values are dropped together: with one of the two 0.09 the mean is 0.05; with both 0.0633
     assert _retained([0.01, 0.09, 0.09], 0.055) == [0.01]
 
 
@@ -180,7 +170,7 @@ def test_trust_region_tokens_moved_in_direction_of_advantage():
     assert trust_region_tokens(log_ratio, advantages).tolist() == [True, False, False, True, False]
 
 
-@pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("size", [1e-1, 1e-6])
 def test_k3_small_differences_are_exact_and_never_negative(size):
     d = size * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     estimate = k3(d)

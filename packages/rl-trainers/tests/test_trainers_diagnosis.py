@@ -26,53 +26,52 @@ def cause_name(evidence):
     return cause and cause.name
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({}, "stale fused copy"),
-        ({"older": NO_GAP}, "stale fused copy"),
-        ({"receipts": Receipts("rollout-0", 20, ("norm.weight",))}, "one tensor wrong"),
-        ({"receipts": Receipts("rollout-0", 20, ("a", "b", "c"))}, "tensors wrong"),
-        ({"receipts": Receipts("rollout-0", 4, ("a", "b", "c"))}, "weights not received"),
-        ({"receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
-        ({"gap": NO_GAP, "receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
-        ({"receipts": None, "older": NO_GAP}, "weights not received"),
-        ({"receipts": None}, "weights or architecture"),
-        ({"gap": NO_GAP, "behind": True, "receipts": None}, "weights not received"),
-        ({"gap": NO_GAP, "behind": True}, "stale fused copy"),
-        ({"gap": NO_GAP, "behind": True, "receipts": Receipts("rollout-0", 20, ("a",))}, "weights not received"),
-        ({"gap": ROUNDING_GAP, "low_precision": True, "behind": True, "receipts": None}, "weights not received"),
-        ({"base": NO_GAP}, "adapter not applied"),
-        ({"base": NO_GAP, "older": NO_GAP, "behind": True, "receipts": None}, "adapter not applied"),
-        ({"base": LARGE_GAP}, "stale fused copy"),
-        ({"temperature": (1.0, NO_GAP)}, "temperature"),
-        ({"gap": replace(LARGE_GAP, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
-        ({"gap": ROUNDING_GAP, "low_precision": True}, "dtype"),
-        ({"gap": ROUNDING_GAP}, "stale fused copy"),
-        ({"gap": replace(ROUNDING_GAP, tokens=10000, bias=0.02), "low_precision": True}, "stale fused copy"),
-        ({"gap": replace(ROUNDING_GAP, tokens=36, bias=0.02), "low_precision": True}, "dtype"),
-    ],
-)
-def test_diagnose_scores_returns_cause(changes, cause):
-    assert cause_name(replace(SCORE_EVIDENCE, **changes)) == cause
+SCORE_CAUSES = [
+    ({}, "stale fused copy"),
+    ({"older": NO_GAP}, "stale fused copy"),
+    ({"receipts": Receipts("rollout-0", 20, ("norm.weight",))}, "one tensor wrong"),
+    ({"receipts": Receipts("rollout-0", 20, ("a", "b", "c"))}, "tensors wrong"),
+    ({"receipts": Receipts("rollout-0", 4, ("a", "b", "c"))}, "weights not received"),
+    ({"receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
+    ({"gap": NO_GAP, "receipts": Receipts("rollout-0", 20, ("a",), older=True)}, "weights not received"),
+    ({"receipts": None, "older": NO_GAP}, "weights not received"),
+    ({"receipts": None}, "weights or architecture"),
+    ({"gap": NO_GAP, "behind": True, "receipts": None}, "weights not received"),
+    ({"gap": NO_GAP, "behind": True}, "stale fused copy"),
+    ({"gap": NO_GAP, "behind": True, "receipts": Receipts("rollout-0", 20, ("a",))}, "weights not received"),
+    ({"gap": ROUNDING_GAP, "low_precision": True, "behind": True, "receipts": None}, "weights not received"),
+    ({"base": NO_GAP}, "adapter not applied"),
+    ({"base": NO_GAP, "older": NO_GAP, "behind": True, "receipts": None}, "adapter not applied"),
+    ({"base": LARGE_GAP}, "stale fused copy"),
+    ({"temperature": (1.0, NO_GAP)}, "temperature"),
+    ({"gap": replace(LARGE_GAP, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
+    ({"gap": ROUNDING_GAP, "low_precision": True}, "dtype"),
+    ({"gap": ROUNDING_GAP}, "stale fused copy"),
+    ({"gap": replace(ROUNDING_GAP, tokens=10000, bias=0.02), "low_precision": True}, "stale fused copy"),
+    ({"gap": replace(ROUNDING_GAP, tokens=36, bias=0.02), "low_precision": True}, "dtype"),
+]
+RECORDED_CAUSES = [
+    ({"temperature": (1.3, NO_GAP)}, "temperature"),
+    ({"older": NO_GAP}, "version stamped late"),
+    ({"gap": replace(LARGE_GAP, bias=-0.4, trainer_higher=0.0)}, "truncated sampling"),
+    ({"gap": replace(LARGE_GAP, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
+    ({"gap": ROUNDING_GAP, "low_precision": True}, "dtype"),
+    ({"new_prompt": NO_GAP}, "stale prefix cache"),
+    ({"new_prompt": LARGE_GAP}, "decode path"),
+    ({"seen_prompt": None}, "stale prefix cache"),
+    ({"seen_prompt": NO_GAP, "new_prompt": NO_GAP}, "stale prefix cache"),
+]
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"temperature": (1.3, NO_GAP)}, "temperature"),
-        ({"older": NO_GAP}, "version stamped late"),
-        ({"gap": replace(LARGE_GAP, bias=-0.4, trainer_higher=0.0)}, "truncated sampling"),
-        ({"gap": replace(LARGE_GAP, far=0.05, near_mean=0.001)}, "tokenizer or special tokens"),
-        ({"gap": ROUNDING_GAP, "low_precision": True}, "dtype"),
-        ({"new_prompt": NO_GAP}, "stale prefix cache"),
-        ({"new_prompt": LARGE_GAP}, "decode path"),
-        ({"seen_prompt": None}, "stale prefix cache"),
-        ({"seen_prompt": NO_GAP, "new_prompt": NO_GAP}, "stale prefix cache"),
-    ],
+    ("evidence", "table"),
+    [(SCORE_EVIDENCE, SCORE_CAUSES), (RECORDED_EVIDENCE, RECORDED_CAUSES)],
+    ids=["scores", "recorded"],
 )
-def test_diagnose_recorded_logprobs_returns_cause(changes, cause):
-    assert cause_name(replace(RECORDED_EVIDENCE, **changes)) == cause
+def test_diagnose_evidence_returns_cause(evidence, table):
+    causes = [(changes, cause_name(replace(evidence, **changes))) for changes, _ in table]
+
+    assert causes == table
 
 
 def test_diagnose_names_tensor_and_temperature():
@@ -82,12 +81,9 @@ def test_diagnose_names_tensor_and_temperature():
     assert "temperature 0.7" in diagnose(replace(RECORDED_EVIDENCE, temperature=(0.7, NO_GAP))).why
 
 
-def test_diagnose_no_gap_returns_none():
+def test_diagnose_without_gap_returns_none_and_nan_returns_cause():
     assert diagnose(Evidence(0.02, False, NO_GAP)) is None
     assert diagnose(Evidence(0.02, True, NO_GAP, receipts=MATCHING, recorded=True)) is None
-
-
-def test_diagnose_nan_returns_cause():
     assert diagnose(Evidence(0.02, False, replace(LARGE_GAP, mean_abs=float("nan")))) is not None
 
 

@@ -180,6 +180,9 @@ def _add_comparison(alarm, off, excused=False):
 
 def test_alarm_warns_at_powers_of_two_and_stops_at_patience(caplog):
     alarm = Alarm()
+    for off in (True, False) * 5:  # a successful comparison resets the count
+        _add_comparison(alarm, off)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="rl"):
         for _ in range(4):
             _add_comparison(alarm, True)
@@ -188,28 +191,11 @@ def test_alarm_warns_at_powers_of_two_and_stops_at_patience(caplog):
             _add_comparison(alarm, True)
 
 
-def test_alarm_successful_comparison_resets_count():
-    alarm = Alarm()
-    for _ in range(5):
-        _add_comparison(alarm, True)
-        _add_comparison(alarm, False)
-    assert alarm.in_row == 0
-
-
 def test_alarm_too_large_gap_stops_at_once():
     alarm = Alarm()
     assert alarm.count(True, too_much=True)
     with pytest.raises(WeightUpdateError):
         alarm.warn("far off", excused=True)
-
-
-def test_alarm_excused_failures_do_not_stop_and_are_rarely_examined():
-    alarm, examined = Alarm(), 0
-    for _ in range(64):
-        if alarm.count(True):
-            examined += 1
-            alarm.warn("rounding", excused=True)
-    assert examined == 7, "at 1, 2, 4, ..., 64"
 
 
 def test_alarm_fault_after_excused_failures_counts_as_first(caplog):
@@ -271,8 +257,7 @@ def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
     assert sorted(gate._scores._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("replicas", "seed"), [(2, 0), (3, 1), (4, 2)])
 def test_sample_sequences_replicas_choose_different_groups(replicas, seed):
     """Sequences of a group are spread over the replicas. No replica knows the sequences of the others."""
     batch = make_batch(64, seed, lengths=(4, 100))
@@ -324,7 +309,6 @@ def _gate_with_sleep(fleet, loop, served="float32", **settings):
 @pytest.mark.parametrize(
     ("options", "served", "scores"),
     [
-        ({}, "float32", False),
         ({"count": 2}, "float32", False),
         ({}, "bfloat16", False),
         ({"count": 2}, "bfloat16", True),
@@ -365,24 +349,25 @@ def test_gate_sleeping_servers_wake_for_diagnosis(engine, loop, caplog):
 # ---- after the commit
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_gate_measures_offset_of_servers(engine, loop, offset):
+def test_gate_measures_offset_of_servers_and_stops_if_it_is_large(engine, loop):
     fleet = Fleet(engine)
-    fleet.offset = offset
-    gap = _run_step(_gate(fleet, loop), fleet)
-    assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
-    assert gap["gap/max_abs"] == pytest.approx(offset, abs=1e-5)
+    gate, fleet.offset = _gate(fleet, loop), 0.1
+    gap = _run_step(gate, fleet)
+    assert gap["gap/mean_abs"] == pytest.approx(0.1, abs=1e-5)
+    assert gap["gap/max_abs"] == pytest.approx(0.1, abs=1e-5)
+    fleet.offset = 3.0
+    with pytest.raises(WeightUpdateError, match=r"by 3 nats .* version 3;.*Likely cause"):
+        _run_step(gate, fleet)
 
 
-@pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_gate_supervised_sequences_are_compared_at_loss_tokens(engine, loop, offset):
+def test_gate_supervised_sequences_are_compared_at_loss_tokens(engine, loop):
     fleet, batch = Fleet(engine), _batch()
-    fleet.offset = offset
+    fleet.offset = 0.1
     batch["versions"][:] = -1
     gate = _gate(fleet, loop)
     gate.before_update(batch)
     gap = gate.after_commit()
-    assert gap["gap/mean_abs"] == pytest.approx(offset, abs=1e-5)
+    assert gap["gap/mean_abs"] == pytest.approx(0.1, abs=1e-5)
     assert gap["gap/empty"] == 1.0  # there are no tokens of the current version
 
 
@@ -404,13 +389,6 @@ def test_gate_prompt_tokens_are_ignored(engine, loop):
 
     fleet.score = score_with_wrong_prompts
     assert gate.after_commit()["gap/max_abs"] < 1e-4
-
-
-def test_gate_large_gap_stops_run(engine, loop):
-    fleet = Fleet(engine)
-    fleet.offset = 3.0
-    with pytest.raises(WeightUpdateError, match=r"by 3 nats .* version 2;.*Likely cause"):
-        _run_step(_gate(fleet, loop), fleet)
 
 
 def test_gate_switched_off_reports_none(engine, loop):
@@ -467,14 +445,7 @@ def test_gate_servers_that_only_score_at_temperature_1_compare_there(engine, loo
         gate.after_commit()
 
 
-def test_gate_compares_each_server_in_turn(engine, loop):
-    fleet = Fleet(engine, 3)
-    gate = _gate(fleet, loop, sequences=1)
-    _run_steps(gate, fleet, 6)
-    assert fleet.requests == [*fleet.servers, *fleet.servers]
-
-
-def test_gate_server_unknown_to_another_dp_leader_is_not_compared(engine, loop):
+def test_gate_compares_in_turn_each_server_known_to_all_dp_leaders(engine, loop):
     fleet = Fleet(engine, 3)
 
     class Leaders(ParallelContext):
@@ -521,31 +492,12 @@ def test_gate_without_live_server_reports_none(engine, loop):
 @pytest.mark.guarantee(
     "One server of four that is one version behind is named, even at a learning rate of 1e-6.", area="gap"
 )
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, number, stop_after):
+def test_gate_one_of_four_servers_behind_is_named_at_lr_1e_6(model_path, loop, stop_after):
     stop_after(1)
-    fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(number,))
+    fleet = Fleet(_engine(model_path, lr=1e-6), 4, late=(2,))
     message = _run_until_error(_gate(fleet, loop), fleet, comparisons=3)
-    assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
+    assert "the scores of http://server-2, closer to the log-probs before the update" in message
     assert "Likely cause: weights not received" in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "number"), [(1, 0), (2, 1)])
-def test_gate_single_or_one_of_two_servers_behind_named_at_lr_1e_6(model_path, loop, count, number, stop_after):
-    stop_after(1)
-    fleet = Fleet(_engine(model_path, lr=1e-6), count, late=(number,))
-    assert f"server-{number}, closer to" in _run_until_error(_gate(fleet, loop), fleet, comparisons=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (0, 1, 3))])
-def test_gate_one_of_four_bfloat16_servers_behind_is_named_at_lr_1e_6(model_path, loop, number, stop_after):
-    stop_after(1)
-    fleet = Fleet(_engine(model_path, lr=1e-6), 4, "bfloat16", late=(number,))
-    gate = _gate(fleet, loop, "bfloat16", warn=0.4)
-    message = _run_until_error(gate, fleet, comparisons=20)
-    assert f"the scores of http://server-{number}, closer to the log-probs before the update" in message
 
 
 @pytest.mark.nightly
@@ -586,10 +538,9 @@ def test_gate_bfloat16_server_without_updates_named_if_deterministic(model_path,
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("lr", [1e-60, 1e-9, 1e-8])
-def test_gate_tiny_bfloat16_update_raises_no_lag_alarm(model_path, loop, lr, stop_after):
+def test_gate_tiny_bfloat16_update_raises_no_lag_alarm(model_path, loop, stop_after):
     stop_after(1)
-    fleet = Fleet(_engine(model_path, lr=lr), 1, "bfloat16")
+    fleet = Fleet(_engine(model_path, lr=1e-8), 1, "bfloat16")
     fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
     gate = _gate(fleet, loop, "bfloat16", warn=0.4)
     assert not any((stats["gap/lag"] or 0.0) > LIMIT for stats in _run_steps(gate, fleet, 40))
@@ -605,51 +556,31 @@ def test_gate_update_lost_to_rounding_warns_without_lag_alarm(model_path, loop, 
     assert all(stat["gap/lag"] is None for stat in stats)
 
 
-@pytest.mark.slow
-def test_gate_float32_trainer_is_no_lag_reference_for_bfloat16_server(model_path, loop):
-    engine = _engine(model_path, lr=1e-5)
-    for parameter in engine.model.parameters():  # as loaded from a bfloat16 checkpoint: rounding swallows the updates
-        parameter.data = parameter.data.bfloat16().float()
-    gate = _gate(Fleet(engine, 1, "bfloat16"), loop, "bfloat16", warn=0.4)
-    assert all(stats["gap/lag"] is None for stats in _run_steps(gate, gate.inference, 12))
-
-
 @pytest.mark.parametrize(("servers", "served", "times"), [(1, "bfloat16", 1), (2, "bfloat16", 0), (1, "float32", 0)])
-def test_gate_without_lag_reference_warns_once(model_path, loop, caplog, servers, served, times):
+def test_gate_without_lag_reference_warns_once_and_reports_none(model_path, loop, caplog, servers, served, times):
     fleet = Fleet(_engine(model_path), servers, served)
-    _run_steps(_gate(fleet, loop, served, warn=0.4), fleet, 3)
+    lags = [stats["gap/lag"] for stats in _run_steps(_gate(fleet, loop, served, warn=0.4), fleet, 6)]
+    assert (lags == [None] * 6) == (times == 1)
     assert caplog.text.count("the trainer computes in float32, and there is no second server") == times
 
 
 # ---- ranks
 
 
-def _run_steps_on_two_ranks(model_path, loop, count, fail=False, dtype="float32"):
-    """Return the last step's metrics on each of two ranks of a replica, and which ranks sent requests."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gate_dp_leader_shares_scores_with_other_ranks(model_path, loop, dtype):
     fleets = [Fleet(_engine(model_path), 2, dtype) for _ in range(2)]
 
     def work(rank):
         fleet = fleets[rank.rank]
         fleet.engine.parallel = rank
-        fleet.failure = InferenceError("evicted") if fail and rank.is_dp_leader else None
         fleet.engine.as_served = lambda: _rounded(fleet.engine.model)
-        return _run_steps(_gate(fleet, loop, dtype, sequences=3), fleet, count)[-1]
+        return _run_steps(_gate(fleet, loop, dtype, sequences=3), fleet, 4)[-1]
 
-    return on_ranks(2, work), [bool(fleet.requests) for fleet in fleets]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gate_dp_leader_shares_scores_with_other_ranks(model_path, loop, dtype):
-    (first, second), sent_requests = _run_steps_on_two_ranks(model_path, loop, 4, dtype=dtype)
+    first, second = on_ranks(2, work)
     assert first == second
     assert first["gap/mean_abs"] is not None
-    assert sent_requests == [True, False]
-
-
-def test_gate_dp_leader_fails_every_rank_reports_none(model_path, loop):
-    (first, second), _ = _run_steps_on_two_ranks(model_path, loop, 1, fail=True)
-    assert first == second
-    assert first["gap/mean_abs"] is None
+    assert [bool(fleet.requests) for fleet in fleets] == [True, False]
 
 
 def test_gate_dp_leader_loop_dies_every_rank_reports_none(model_path, stop_after, regenerate_after):

@@ -26,9 +26,9 @@ def _noise(rng, scale, heavy, shared):
     return torch.from_numpy(scale * (drawn + shared * rng.normal(size=(4, 1))))
 
 
-@pytest.mark.parametrize("heavy", [False, True])
-@pytest.mark.parametrize("shared", [0.0, 3.0])
-@pytest.mark.parametrize("move", [0.0, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("move", "heavy", "shared"), [(0.0, False, 0.0), (0.1, True, 3.0), (1.0, True, 0.0), (100.0, False, 3.0)]
+)
 def test_lag_healthy_server_raises_no_alarm_with_any_noise(move, heavy, shared):
     rng, test, worst = np.random.default_rng(0), LagTest(), 0.0
     for _ in range(1000):
@@ -39,7 +39,7 @@ def test_lag_healthy_server_raises_no_alarm_with_any_noise(move, heavy, shared):
     assert worst < LIMIT
 
 
-@pytest.mark.parametrize(("move", "limit"), [(100.0, 2), (10.0, 3), (2.0, 8), (1.0, 60)])
+@pytest.mark.parametrize(("move", "limit"), [(100.0, 2), (2.0, 8), (1.0, 60)])
 def test_lag_server_behind_is_detected_within_limit(move, limit):
     rng, detected = np.random.default_rng(1), []
     for _ in range(50):
@@ -62,23 +62,19 @@ def test_lag_equal_scores_give_finite_result_above_limit():
     assert test.add(_groups(after, after, before)) == 0.0, "the server has caught up"
 
 
-@pytest.mark.parametrize("first", [1, 4])
-def test_lag_server_at_old_version_is_detected_in_three_comparisons(first):
+def test_lag_server_at_old_version_is_detected_in_three_comparisons():
     rng, test = np.random.default_rng(0), LagTest()
-    first = torch.zeros(4, 30, dtype=torch.float64)
+    old = torch.zeros(4, 30, dtype=torch.float64)
     direction, z = torch.from_numpy(rng.normal(size=(4, 30))), None
-    for version in (first, first + 4, first + 8):  # one of four servers, compared at every fourth update
-        before, after = first + (version - 1) * direction, first + version * direction
-        z = test.add(_groups(first + _noise(rng, 1e-3, False, 0.0), after, before))
+    for version in (1, 5, 9):  # one of four servers, compared at every fourth update
+        before, after = old + (version - 1) * direction, old + version * direction
+        z = test.add(_groups(old + _noise(rng, 1e-3, False, 0.0), after, before))
     assert z > LIMIT
 
 
-def test_lag_single_group_is_not_informative():
+def test_lag_single_group_or_reference_that_barely_moves_gives_none():
     test, after, before = LagTest(), torch.ones(1, 5), torch.zeros(1, 5)
     assert [test.add(_groups(before, after, before)) for _ in range(5)] == [None] * 5
-
-
-def test_lag_reference_that_barely_moves_is_not_informative():
     test, drift = LagTest(), torch.full((4, 30), 0.01)
     noise = torch.from_numpy(np.random.default_rng(2).normal(size=(4, 30)))
     assert [test.add(_groups(noise, drift, 0 * drift)) for _ in range(30)] == [None] * 30
@@ -130,8 +126,10 @@ def _copy_parameters(model, parameters):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-4, 1e-3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lr", "dtype"),
+    [(1e-6, torch.float32), (1e-5, torch.bfloat16), (1e-4, torch.float32), (1e-3, torch.bfloat16)],
+)
 def test_lag_healthy_model_updates_raise_no_alarm(tmp_path, lr, dtype):
     """Compare a server with a trainer of the same dtype that uses other kernels, and with a peer."""
     from transformers import AutoModelForCausalLM

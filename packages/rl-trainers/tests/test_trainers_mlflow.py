@@ -102,7 +102,8 @@ def test_mlflow_accepts_all_project_metrics_in_any_order(store: type[FakeClient]
     assert list(store.stored_values().values()) == [[1.0, 2.0]] * len(names)
 
 
-@pytest.mark.parametrize("name", ["reward/my (fn)", "agent/../x", "/a//b", "a/.", "..", "a=b;c", "\ud800"])
-def test_mlflow_metric_with_invalid_name_is_stored(name: str, store: type[FakeClient], tmp_path: Path) -> None:
-    open_tracker(tmp_path).log({name: 1.0}, 0, 0.0)
-    assert [*store.stored_values().values()] == [[1.0]]
+def test_mlflow_metrics_with_invalid_names_are_stored(store: type[FakeClient], tmp_path: Path) -> None:
+    names, tracker = ["reward/my (fn)", "agent/../x", "/a//b", "c/.", "..", "a=b;c"], open_tracker(tmp_path)
+    for value, name in enumerate(names):
+        tracker.log({name: value}, 0, 0.0)
+    assert sorted(store.stored_values().values()) == [[value] for value in range(len(names))]

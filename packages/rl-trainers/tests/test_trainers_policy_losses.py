@@ -17,7 +17,7 @@ from rl_trainers.algorithms.functional.policy_losses import (
     reinforce_loss,
     sapo_loss,
 )
-from rl_trainers.algorithms.functional.policy_terms import PolicyTerms, policy_terms
+from rl_trainers.algorithms.functional.policy_terms import policy_terms
 
 
 def _single(loss, ratio, advantage, logprob=-1.0, **constants):
@@ -123,28 +123,6 @@ def test_policy_losses_gradients_match_finite_differences(loss, constants):
     assert torch.autograd.gradcheck(total, ((old + 0.3 * noise).requires_grad_(),))
 
 
-def test_cispo_loss_gradient_matches_differences_of_log_prob_term():
-    generator = torch.Generator().manual_seed(0)
-    old, noise, advantages = torch.randn(3, 20, generator=generator, dtype=torch.float64)
-    logprobs_now = old + 0.3 * noise
-    weight = (logprobs_now - old).exp()
-
-    def total(logprobs):
-        terms = PolicyTerms(logprobs, weight, advantages, torch.ones(20, dtype=torch.bool), torch.zeros(20))
-        return cispo_loss(terms, clip_low=1.0, clip_high=0.3)[0]
-
-    assert torch.autograd.gradcheck(total, (logprobs_now.clone().requires_grad_(),))
-    _, gradients = _cispo_gradient(logprobs_now, old, advantages)
-    torch.testing.assert_close(gradients, -weight.clamp(max=1.3) * advantages)
-
-
-def _cispo_gradient(logprobs, old, advantages):
-    leaf = logprobs.clone().requires_grad_()
-    terms = policy_terms(leaf, old, advantages, torch.ones(len(logprobs), dtype=torch.bool))
-    value = cispo_loss(terms, clip_low=1.0, clip_high=0.3)[0].sum()
-    return value, torch.autograd.grad(value, leaf)[0]
-
-
 def test_policy_terms_sequence_ratio_matches_gspo_equation_7():
     batch = make_batch(3, seed=4)
     packed = pack(batch)
@@ -183,8 +161,7 @@ def test_policy_terms_untrained_tokens_may_have_any_value():
     assert logprobs.grad[1:].tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("log_ratio", [100.0, 60.0, -100.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("log_ratio", "advantage"), [(100.0, 1.0), (100.0, -1.0), (-100.0, 1.0)])
 def test_policy_losses_extreme_log_ratio_has_finite_gradient(log_ratio, advantage):
     old, trained = torch.tensor([-0.5, -0.5 - log_ratio]), torch.ones(2, dtype=torch.bool)
     for loss, constants in (

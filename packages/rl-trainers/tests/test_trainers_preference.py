@@ -53,12 +53,8 @@ def test_bradley_terry_any_order_in_pair_matches_hand_computation() -> None:
     assert loss.item() == pytest.approx(-math.log(sigmoid(1.0)) - math.log(sigmoid(-3.0)), rel=1e-6)
     metrics = {name: (total / count).item() for name, (total, count) in stats.items()}
     assert metrics == pytest.approx({"pair/accuracy": 0.5, "pair/margin": -1.0, "score/mean": 0.75})
-
-
-def test_bradley_terry_equal_scores_count_half_in_accuracy() -> None:
-    _, stats = bradley_terry_loss(torch.zeros(4), packed_pairs())
-
-    assert stats["pair/accuracy"][0].item() / stats["pair/accuracy"][1].item() == 0.5
+    _, stats = bradley_terry_loss(torch.tensor([1.0, 0.0, 2.0, 2.0]), packed_pairs())  # equal scores count half
+    assert (stats["pair/accuracy"][0] / stats["pair/accuracy"][1]).item() == 0.75
 
 
 def test_dpo_matches_hand_computation() -> None:
@@ -101,7 +97,7 @@ def test_ipo_averages_log_ratios_over_tokens_of_completion(kind: str, expected: 
     assert loss.item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bradley_terry", "dpo", "dpo smoothed", "ipo"])
+@pytest.mark.parametrize("name", ["bradley_terry", "dpo smoothed", "ipo"])
 def test_preference_losses_gradients_match_finite_differences(name: str) -> None:
     packed = packed_pairs(3)
 
@@ -110,7 +106,7 @@ def test_preference_losses_gradients_match_finite_differences(name: str) -> None
             return bradley_terry_loss(values, packed)[0]
         if name == "ipo":
             return ipo_loss(values, packed, 0.3)[0]
-        return dpo_loss(values, packed, 0.3, 0.2 if "smoothed" in name else 0.0)[0]
+        return dpo_loss(values, packed, 0.3, 0.2)[0]
 
     torch.manual_seed(0)
     assert torch.autograd.gradcheck(loss, (torch.randn(6, dtype=torch.float64, requires_grad=True),))
@@ -153,11 +149,6 @@ def test_reward_model_loss_reads_scores_of_last_tokens() -> None:
 
     expected, _ = bradley_terry_loss(torch.tensor([1.5, 0.5, 2.0, -1.0]), packed)
     assert loss.item() == expected.item()
-
-
-def test_reward_model_loss_without_scores_raises() -> None:
-    packed = packed_pairs()
-
     with pytest.raises(EngineError, match="head=score"):
         reward_model_loss(TokenOutputs(packed["logprobs"], packed["logprobs"]), packed)
 
@@ -238,14 +229,13 @@ def test_shard_sequences_keeps_pairs_together() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_loss_learner_learns_to_prefer_chosen_sequences(kind: str, tmp_path: Path) -> None:
+def test_loss_learner_learns_to_prefer_chosen_sequences(tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model"))
     engine, reference = (ReferenceTrainEngine() for _ in range(2))
     for each in (engine, reference):
         each.initialize(FinetuneSpec(path, total_steps=10, optimizer=OptimizerConfig(lr=3e-3)))
     batch = pair_batch(4)
-    loss = PolicyPreferenceLoss(PreferenceConfig(loss=kind))
+    loss = PolicyPreferenceLoss(PreferenceConfig())
     learner = LossLearner(engine, loss, count_pairs, reference)
     evaluate = LossEvaluation(learner, batch, 2)
     before = evaluate(0)

@@ -35,19 +35,14 @@ def inject_stage_errors(server, *errors):
     return calls
 
 
-def test_publish_broadcast_commits_each_version(components):
-    server, publisher = components
-    for version in (1, 2):
-        assert publisher.publish(version)["time/stage"] >= 0
-        assert server.version == version
-
-
 def test_publish_receivers_lost_once_sends_again(components):
     server, publisher = components
     calls = inject_stage_errors(server, ReceiversLostError("server 1 died"))
     publisher.publish(1)
     assert server.version == 1
     assert len(set(calls)) == 2  # each attempt has its own rendezvous
+    publisher.publish(2)
+    assert server.version == 2
 
 
 def test_publish_receivers_lost_repeatedly_raises_reason(components):

@@ -32,16 +32,9 @@ def components(tmp_path):
     engine.destroy()
 
 
-def test_publish_matching_receipts_commits_version(components):
-    _, server, _, publisher = components
-    times = publisher.publish(1)
-    assert server.version == 1
-    assert times["time/stage"] > 0
-
-
 def test_publish_writes_record_of_last_committed_version(components, tmp_path):
     _, server, _, publisher = components
-    publisher.publish(1)
+    assert publisher.publish(1)["time/stage"] > 0
     publisher.publish(2)
     server.faults.commit = lambda version: WeightUpdateError("injected")
     with pytest.raises(WeightUpdateError, match="injected"):
@@ -60,13 +53,6 @@ def test_publish_corrupt_tensor_is_named_and_not_committed(components):
     with pytest.raises(WeightUpdateError, match=r"version 1.*q_proj\.weight"):
         publisher.publish(1)
     assert server.version == 0
-
-
-def test_publish_server_fails_to_commit_raises(components):
-    _, server, _, publisher = components
-    server.faults.commit = lambda version: WeightUpdateError(f"no server committed version {version}")
-    with pytest.raises(WeightUpdateError, match="no server committed version 1"):
-        publisher.publish(1)
 
 
 class AdaptedEngine(ReferenceTrainEngine):
@@ -126,7 +112,7 @@ def test_publisher_adapter_always_without_support_is_rejected(components, tmp_pa
         WeightPublisher(engine, server, loop, PublishConfig(adapter="always"), str(tmp_path / "weights"))
 
 
-@pytest.mark.parametrize(("interrupt", "seconds"), [("keep", 5.0), ("recompute", 5.0), ("wait", 25.0)])
+@pytest.mark.parametrize(("interrupt", "seconds"), [("keep", 5.0), ("wait", 25.0)])
 def test_commit_timeout_includes_drain_seconds_only_to_wait(components, interrupt, seconds, monkeypatch):
     monkeypatch.setattr("rl_trainers.weight_sync.publisher.DRAIN_SECONDS", 20.0)
     *_, publisher = components

@@ -73,8 +73,11 @@ def corrupt(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        *((damage, name) for damage in (Path.unlink, truncate, corrupt) for name in ("actor/0-3", "component-0.json")),
-        *((damage, MANIFEST) for damage in (Path.unlink, truncate, corrupt)),
+        (Path.unlink, "actor/0-3"),
+        (corrupt, "actor/0-3"),
+        (truncate, "component-0.json"),
+        (Path.unlink, MANIFEST),
+        (truncate, MANIFEST),
     ],
 )
 def test_resume_damaged_checkpoint_is_logged_and_previous_one_used(
@@ -94,40 +97,40 @@ def test_resume_damaged_checkpoint_is_logged_and_previous_one_used(
     assert recovery_checkpoint_steps(tmp_path) == [3]
 
 
-def test_retention_keeps_copies_made_by_user(tmp_path: Path) -> None:
-    engine, checkpoints = new_run(tmp_path)
-    run(engine, checkpoints, 2)
-    (tmp_path / "recover" / "step_2").rename(tmp_path / "recover" / "step_2.copy")
-
-    run(engine, checkpoints, 2)
-
-    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_2.copy", "step_3", "step_4"]
-
-
-def test_resume_damaged_checkpoint_does_not_block_later_ones(tmp_path: Path) -> None:
+def test_resume_damaged_checkpoint_neither_blocks_nor_outlives_later_ones(tmp_path: Path) -> None:
     run(*new_run(tmp_path), 4)
     truncate(tmp_path / "recover" / "step_4" / "actor" / "0-3")
     engine, checkpoints = new_run(tmp_path)
     checkpoints.resume()
 
+    (tmp_path / "recover" / "step_2.copy").mkdir()  # made by the user
+
     run(engine, checkpoints, 3)
 
-    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_5", "step_6"]
+    assert sorted(path.name for path in (tmp_path / "recover").iterdir()) == ["step_2.copy", "step_5", "step_6"]
     assert resume(tmp_path) == 6
 
 
-def test_resume_removes_later_checkpoints_but_no_other_directories(tmp_path: Path) -> None:
+def test_resume_removes_later_and_unfinished_checkpoints_only(tmp_path: Path) -> None:
     run(*new_run(tmp_path), 2)
-    for name in ("step_2", "step_3", "step_3.copy", "step_3-eval"):
+    for name in ("step_2", "step_3", "step_3.copy", "step_3-eval", ".step_3.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "recover" / ".step_3.partial").mkdir()
 
     assert resume(tmp_path) == 2
 
+    assert not [*tmp_path.rglob(".step_*")]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step_2",
         "step_3-eval",
         "step_3.copy",
     ]
+
+
+def test_resume_disabled_starts_over(tmp_path: Path) -> None:
+    run(*new_run(tmp_path), 2)
+
+    assert new_run(tmp_path, resume=False)[1].resume() is None
 
 
 def test_resume_removes_lines_damaged_by_power_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,16 +174,6 @@ def test_resume_with_only_damaged_checkpoints_raises_and_removes_nothing(tmp_pat
             function(tmp_path, RecoverConfig(1))
     assert (tmp_path / "checkpoints" / "step_2").exists()
     assert resumed_step(tmp_path, RecoverConfig(1, resume=False)) == 0
-
-
-def test_resume_removes_unfinished_directories(tmp_path: Path) -> None:
-    run(*new_run(tmp_path), 2)
-    for folder in ("recover", "checkpoints"):
-        (tmp_path / folder / ".step_3.partial").mkdir(parents=True)
-
-    assert resume(tmp_path) == 2
-
-    assert not [*tmp_path.rglob(".step_*")]
 
 
 class BlockedEngine(CountingEngine):

@@ -104,12 +104,6 @@ def test_gae_turns_have_one_advantage_each():
     torch.testing.assert_close(returns, torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]]))
 
 
-def test_gae_without_values_is_discounted_sum_of_rewards():
-    rewards = torch.tensor([[1.0, 2.0, 4.0]])
-    advantages, _ = gae(rewards, torch.zeros(1, 3), torch.ones(1, 3).bool(), gamma=0.5, lam=1.0)
-    assert advantages.tolist() == [[3.0, 4.0, 4.0]]
-
-
 def test_reverse_discounted_sum_empty_batch_is_empty():
     assert reverse_discounted_sum(torch.zeros(0, 4), 0.9).shape == (0, 4)
     assert gae(torch.zeros(0, 1), torch.zeros(0, 1), torch.zeros(0, 1).bool(), 1.0, 1.0)[0].shape == (0, 1)

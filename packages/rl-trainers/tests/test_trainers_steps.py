@@ -128,13 +128,14 @@ def test_take_steps_one_minibatch_needs_no_minibatch_entry(engine):
     assert take_steps(engine, batch, lambda outputs, packed: (-outputs.logprobs.sum(), {}), trained_tokens)["applied"]
 
 
-def test_actor_update_non_finite_minibatch_is_logged(engine, caplog):
+def test_actor_update_non_finite_step_is_logged_and_keeps_version(engine, caplog):
     actor = PolicyActor(engine, AlgorithmConfig())
     batch = _prepared(actor, rows=8)
     batch["advantages"][batch["loss_mask"]] = math.nan
     with caplog.at_level(logging.WARNING):
         assert actor.update(batch)["applied"] == 0.0
     assert "version 0: skipped minibatch 0 with non-finite values: {'loss': nan" in caplog.text
+    assert actor.version == 0
 
 
 def mean_loss(terms):

@@ -49,13 +49,16 @@ def _assert_tracks_nest(events: list[dict[str, Any]]) -> None:
             enclosing.append(span)
 
 
-def test_save_writes_format_of_viewers(tmp_path: Path) -> None:
+def test_save_writes_format_of_viewers_and_replaces_old_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trace.json").write_text("old")
     trace = Trace(process="actor/0")
     with trace.span("step", "train", step=3), trace.span("forward", "train"):
         pass
 
     events = _load(trace.save(tmp_path / "run" / "trace.json"))
 
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["trace.json"]
     spans = _spans(events)
     assert spans["step"]["args"] == {"step": 3}
     assert spans["step"]["cat"] == "train"
@@ -105,13 +108,3 @@ def test_threads_have_separate_tracks_and_lose_no_event(tmp_path: Path) -> None:
     names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == {f"worker-{i}" for i in range(4)}
     _assert_tracks_nest(events)
-
-
-def test_save_replaces_old_file_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("old")
-
-    Trace("actor/0").save(path)
-
-    assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
-    assert [event["name"] for event in _load(path)] == ["process_name"]

@@ -159,7 +159,7 @@ def test_tracker_error_warns_once_and_next_command_sends_the_rest(workdir, metho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["open", "log", "close"])
+@pytest.mark.parametrize("method", ["log", "close"])
 def test_tracker_hang_is_abandoned_after_close_seconds_with_warning(workdir, method, monkeypatch):
     monkeypatch.setattr(rl_trainers.run_log.tracking, "CLOSE_SECONDS", 1.0)
     warnings = []

@@ -16,7 +16,7 @@ import torch
 from rl_contracts.batch.trajectory import from_response
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
-from rl_contracts.errors import ConfigError, InferenceError, RewardError, RLError, StalledError
+from rl_contracts.errors import InferenceError, RewardError, RLError, StalledError
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.workflow import RolloutWorkflow
@@ -66,13 +66,12 @@ def scheduler_with(make_scheduler):
 @pytest.mark.guarantee(
     "If episodes make no progress, the run stops and reports the stuck stage, its age and its stack.", area="failures"
 )
-@pytest.mark.parametrize("name", ["reward", "environment", "workflow"])
-def test_stall_hanging_episode_reports_stage_age_and_stack(clock, scheduler_with, caplog, name):
+def test_stall_hanging_episode_reports_stage_age_and_stack(clock, scheduler_with, caplog):
     async def waits_forever():
         await asyncio.Event().wait()
 
     async def score(data):
-        with stage(name):
+        with stage("environment"):
             await waits_forever()
 
     scheduler = scheduler_with(score, stall_timeout=30.0)
@@ -85,7 +84,7 @@ def test_stall_hanging_episode_reports_stage_age_and_stack(clock, scheduler_with
         return str(caught.value)
 
     message = clock.run(main())
-    assert f"stuck stage: {name}, for 3" in message
+    assert "stuck stage: environment, for 3" in message
     assert "of prompt 0 (group 0, sample 0)" in message
     assert "in waits_forever" in message, "the whole chain of awaits of that episode"
     assert message.index("in arun_episode") < message.index("in score") < message.index("in waits_forever")
@@ -250,11 +249,6 @@ def test_stall_trainer_waiting_in_runtime_is_not_stuck(monkeypatch):
     assert not alarm
 
 
-def test_config_zero_timeout_is_rejected():
-    with pytest.raises(ConfigError, match="stall_timeout"):
-        RolloutConfig(stall_timeout=0.0)
-
-
 def test_run_with_timeout_returns_result_error_or_timeout(clock):
     async def after(seconds, error=None):
         await clock.sleep(seconds)
@@ -354,19 +348,6 @@ def test_tune_garbage_collection_freezes_objects_and_sets_thresholds():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split(" ", 1) == ["True", "(1000000, 20, 50) True\n"]
-
-
-def test_admission_without_consumer_is_bounded():
-    rollout = _rollout(max_staleness=2)
-    try:
-        rollout.loop.run(rollout.scheduler.begin_wait(), 5)
-        deadline = time.monotonic() + 20
-        while rollout.scheduler.manager.accepted < 6:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert (rollout.scheduler.manager.outstanding, rollout.scheduler.manager.capacity) == (6, 0)
-    finally:
-        rollout.destroy()
 
 
 def test_failure_budget_error_names_first_failure_before_trace(monkeypatch):

@@ -202,7 +202,7 @@ def _eight_turns(name: str, questions: bool) -> Sampler:
     return sampler
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
 def test_conversation_eight_turns_with_tools_are_one_trajectory(name: str) -> None:
     sampler = _eight_turns(name, questions=False)
 
@@ -293,18 +293,18 @@ def test_conversation_equal_completions_differ_by_ids_of_calls() -> None:
         assert sampler.conversation.prompt([*start, turn.message, *after], [ADD]).parent is turn
 
 
-@pytest.mark.parametrize("name", CHAT_FORMATS)
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_conversation_truncated_completion_gets_end_token_and_mark(name: str) -> None:
     sampler = Sampler(name, random.Random(1))
     start = [{"role": "user", "content": "what is it?"}]
     prompt = sampler.conversation.prompt(start)
-    think = "<think>\n\n</think>\n\n" if name in ("qwen3", "qwen3_coder") else ""
+    think = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
     first = sampler.complete(prompt, think + "it is")
     assert first.truncated
 
     after = sampler.conversation.prompt([*start, first.message, {"role": "user", "content": "no"}])
 
-    if name in ("qwen3", "qwen3_coder"):  # these templates drop empty reasoning of earlier turns
+    if name == "qwen3":  # this template drops empty reasoning of earlier turns
         assert after.parent is None
     else:
         assert after.parent is first
@@ -430,8 +430,8 @@ def test_rows_episode_credit_sums_discounted_turn_and_episode_rewards() -> None:
     assert sampler.conversation.trajectories(8.0, credit="episode")[0].reward == 8.0 + 1.75
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.5])
-def test_rows_turn_credit_token_rewards_sum_to_returns(discount: float) -> None:
+def test_rows_turn_credit_token_rewards_sum_to_returns() -> None:
+    discount = 0.5
     sampler, (first, second, third, fourth) = rewarded_tree()
     returns = {second: 0.25 + 8.0, fourth: 2.0 + 8.0}
     returns[first] = 0.5 + discount * returns[second]
@@ -525,7 +525,7 @@ def test_add_wrong_or_incomplete_response_raises() -> None:
     assert sampler.conversation.trajectories() == []
 
 
-@pytest.mark.parametrize("name", CHAT_FORMATS)
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mistral"])
 def test_rows_info_has_messages_with_versions_and_rewards(name: str) -> None:
     sampler, tools = Sampler(name, random.Random(0)), [ADD]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "what?"}]
@@ -548,7 +548,7 @@ def test_rows_info_has_messages_with_versions_and_rewards(name: str) -> None:
     json.dumps(entries)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral"])  # Qwen 3 drops the empty reasoning of earlier turns
+@pytest.mark.parametrize("name", ["llama3", "mistral"])  # Qwen 3 drops the empty reasoning of earlier turns
 def test_prompt_continuing_unchanged_completion_renders_once(name, monkeypatch):
     sampler = Sampler(name, random.Random(0))
     renderer, texts = sampler.renderer, list[str]()

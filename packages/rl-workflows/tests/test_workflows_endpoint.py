@@ -115,28 +115,25 @@ async def test_endpoint_every_route_returns_completion() -> None:
         assert len(engine.responses) == 5
 
 
-@pytest.mark.parametrize("path", [*ROUTES, "/v1/messages/count_tokens", "/v1/rewards"])
-async def test_post_without_valid_key_returns_401(path: str) -> None:
+async def test_every_route_without_valid_key_returns_401() -> None:
     engine = ScriptedEngine("llama3", fixed_message)
+    paths = [*ROUTES, "/v1/messages/count_tokens", "/v1/rewards"]
     async with served(engine) as session, aiohttp.ClientSession() as http:
         agent = Agent(session, http)
-        async with http.post(session.url + path, json={}) as response:
-            assert response.status == 401
-            assert "x-api-key" in error_message(await response.text())
-        assert (await agent.post(path, {}, key="rl-wrong"))[0] == 401
-        await session.close()
-        await session.close()
-        status, text = await agent.post(path, {})
-        assert status == 401
-        assert "no open session" in error_message(text)
-
-
-async def test_get_models_without_valid_key_returns_401() -> None:
-    engine = ScriptedEngine("llama3", fixed_message)
-    async with served(engine) as session, aiohttp.ClientSession() as http:
+        for path in paths:
+            async with http.post(session.url + path, json={}) as response:
+                assert response.status == 401
+                assert "x-api-key" in error_message(await response.text())
+            assert (await agent.post(path, {}, key="rl-wrong"))[0] == 401
         for headers in ({}, {"Authorization": "Bearer rl-wrong"}):
             async with http.get(session.url + "/v1/models", headers=headers) as response:
                 assert response.status == 401
+        await session.close()
+        await session.close()
+        for path in paths:
+            status, text = await agent.post(path, {})
+            assert status == 401
+            assert "no open session" in error_message(text)
         assert not engine.responses
 
 
@@ -228,8 +225,10 @@ async def test_body_large_malformed_or_compressed_is_rejected(monkeypatch: pytes
         assert (await agent.chat())[0] == 200
 
 
-@pytest.mark.parametrize("text", [rb"half \ud83d", b"half \xff"])
-@pytest.mark.parametrize(("handling", "status"), [("reject", 400), ("replace", 200)])
+@pytest.mark.parametrize(
+    ("text", "handling", "status"),
+    [(rb"half \ud83d", "reject", 400), (rb"half \ud83d", "replace", 200), (b"half \xff", "replace", 200)],
+)
 async def test_body_not_utf8_is_rejected_or_replaced(text: bytes, handling: str, status: int) -> None:
     prompts: list[str] = []
     engine = ScriptedEngine("llama3", lambda prompt: prompts.append(prompt) or {"content": "it"})

@@ -36,8 +36,7 @@ OVERSIZED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OVERSIZED)
-async def test_endpoint_oversized_request_is_rejected_unrendered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endpoint_oversized_request_is_rejected_unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ScriptedEngine("llama3", fixed_message)
     async with served(engine, max_length=100) as session, aiohttp.ClientSession() as http:
         called: list[str] = []
@@ -45,11 +44,11 @@ async def test_endpoint_oversized_request_is_rejected_unrendered(name: str, monk
             monkeypatch.setattr(session.model.renderer, method, lambda *_, method=method, **__: called.append(method))
         for method in ("encode", "apply_chat_template", "__call__"):
             monkeypatch.setattr(session.model.tokenizer, method, lambda *_, method=method, **__: called.append(method))
-        path, body = OVERSIZED[name]
-        status, text = await Agent(session, http).post(path, body)
-        assert (status, called) == (400, [])
-        if "messages" not in path:
-            assert json.loads(text)["error"]["code"] == "context_length_exceeded"
+        for name, (path, body) in OVERSIZED.items():
+            status, text = await Agent(session, http).post(path, body)
+            assert (status, called) == (400, []), name
+            if "messages" not in path:
+                assert json.loads(text)["error"]["code"] == "context_length_exceeded", name
 
 
 async def test_endpoint_oversized_reasoning_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

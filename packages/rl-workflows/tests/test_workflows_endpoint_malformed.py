@@ -187,8 +187,9 @@ def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     endpoint.process.join()
 
 
-def _check_requests(endpoint: Endpoint, number: int, record: Any) -> None:
-    statuses: Counter[int] = Counter()
+@pytest.mark.slow
+def test_2_000_malformed_requests_get_completion_or_error(endpoint: Endpoint, record_property: Any) -> None:
+    number, statuses = 2_000, Counter[int]()
 
     @settings(max_examples=number // 2, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(request=requests(endpoint.key))
@@ -207,21 +208,10 @@ def _check_requests(endpoint: Endpoint, number: int, record: Any) -> None:
     first = endpoint.kib
     send_and_check()
     log = endpoint.log.read_text()
-    record("responses by status", dict(sorted(statuses.items())))
-    record("KiB after each half", [first, endpoint.kib])
+    record_property("responses by status", dict(sorted(statuses.items())))
+    record_property("KiB after each half", [first, endpoint.kib])
     assert "Traceback" not in log, log[:4000]
     assert endpoint.kib <= 1.1 * first
     assert statuses[200] > number / 50
     assert statuses[400] > number / 4
     assert endpoint.process.is_alive()
-
-
-@pytest.mark.slow
-def test_2_000_malformed_requests_get_completion_or_error(endpoint: Endpoint, record_property: Any) -> None:
-    _check_requests(endpoint, 2_000, record_property)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_20_000_malformed_requests_get_completion_or_error(endpoint: Endpoint, record_property: Any) -> None:
-    _check_requests(endpoint, 20_000, record_property)

@@ -29,15 +29,6 @@ TYPED_TOOLS = [
     }
 ]
 QUESTION = {"role": "user", "content": "how much?"}
-FORM_OF = {
-    "qwen3": "hermes",
-    "gemma3": "hermes",
-    "qwen3_coder": "qwen3_coder",
-    "glm45": "glm45",
-    "mistral": "mistral",
-    "llama3": "llama3",
-    "gpt_oss": "gpt_oss",
-}
 RESPONSE_TEMPLATE = {
     "version": 1,
     "start_anchor": "<|im_start|>assistant\n",
@@ -92,10 +83,6 @@ def test_message_call_rendered_by_template_is_parsed_unchanged(name: str) -> Non
         ({"type": "string"}, '"5"', '"5"'),
         ({"type": ["string", "null"]}, "null", None),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
-        ({"type": "number"}, "5", 5),
-        ({"type": "integer"}, "five", "five"),
-        ({"type": "boolean"}, "True", True),
-        ({"type": "object"}, '{"a": "5"}', {"a": "5"}),
         ({"enum": ["5", "6"]}, "5", "5"),
         ({"const": "5"}, "5", "5"),
         ({"enum": [5, "auto"]}, "5", 5),
@@ -138,7 +125,7 @@ def test_message_random_tags_without_call_keep_all_text(name: str, fragments: li
         assert message["content"].strip() in (text.strip(), text.removesuffix(stop).strip())
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_message_without_tools_in_request_is_text(name: str) -> None:
     message = _parse(name, format_completion(name, calls=CALLS), tools=None)
 
@@ -159,7 +146,6 @@ def test_message_text_without_tags_is_unchanged(text: str, name: str) -> None:
     [
         ("qwen3", '<tool_call>\n{"name": "add", "arguments": \n</tool_call>'),
         ("qwen3", '<tool_call>{"name": "add", "arguments": {}}'),
-        ("qwen3", '<tool_call>{"name": "add"}</tool_call>'),
         ("qwen3", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
         ("qwen3", "<tool_call></tool_call>"),
         ("qwen3", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
@@ -175,7 +161,6 @@ def test_message_text_without_tags_is_unchanged(text: str, name: str) -> None:
         ("qwen3_coder", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
         ("qwen3_coder", "<tool_call><function=add>so<parameter=a>1</parameter></function></tool_call>"),
-        ("qwen3_coder", "<tool_call><function=add></tool_call>"),
         ("glm45", '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
         ("glm45", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>"),
         ("glm45", "<tool_call>add<arg_value>1</arg_value></tool_call>"),
@@ -242,10 +227,6 @@ def test_message_mistral_args_format_after_text_is_parsed(call_id: str) -> None:
     [
         ("<think>\nhm\n</think>\n\nit is", "", "hm", "it is"),
         ("hm\n</think>\n\nit is", "<|im_start|>assistant\n<think>\n", "hm", "it is"),
-        ("<think>\nhm", "", "hm", ""),
-        ("hm", "<think>\n", "hm", ""),
-        ("it is", "<think>\n\n</think>\n\n", None, "it is"),
-        ("it is", "", None, "it is"),
         ("<think>\n\n</think>\n\nit is", "", None, "it is"),
     ],
 )
@@ -285,17 +266,11 @@ def test_parser_tokenizer_with_response_template_uses_transformers() -> None:
     assert parser.message([], "", tokenizer.encode(malformed), TOOLS)["content"] == malformed
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_parser_form_follows_from_rendered_call(name: str) -> None:
-    assert _parser(name).form == FORM_OF[name]
-
-
 @pytest.mark.parametrize(
     "call",
     [
         '<tool_call>{"tool": "{{ call.name }}", "values": {{ call.arguments | tojson }}}</tool_call>',
         '<tool_call>{"name": "{{ call.name }}", "arguments": {}}</tool_call>',
-        '<|tool_call|>[{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]<|/tool_call|>',
         "{{ call.arguments.missing.key }}",
     ],
 )
@@ -340,23 +315,15 @@ def test_parser_unknown_or_unsupported_form_raises() -> None:
     assert not MessageParser(make_tiny_tokenizer()).reads_tools
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_final_text_reasoning_marks_as_tokens_are_removed(special: bool) -> None:
+@pytest.mark.parametrize(("special", "expected"), [(True, "It is 5."), (False, "It is<|extra|> 5.")])
+def test_final_text_reasoning_and_special_tokens_are_removed(special: bool, expected: str) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>", "<|extra|>"], special_tokens=special)
     parser = MessageParser(tokenizer, stop_ids=ChatRenderer(tokenizer).stop_ids)
-    ids = tokenizer.encode("so 7</think>It is 5.<|im_end|>", add_special_tokens=False)
+    ids = tokenizer.encode("so 7</think>It is<|extra|> 5.<|im_end|>", add_special_tokens=False)
 
-    assert parser.final_text(ids, "<think>\n") == "It is 5."
+    assert parser.final_text(ids, "<think>\n") == expected
     assert parser.final_text(ids[:4], "<think>\n") == ""
-
-
-def test_final_text_special_tokens_are_removed() -> None:
-    tokenizer = make_tiny_tokenizer()
-    tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
-    ids = tokenizer.encode("<think>7</think>It is<|extra|> 5.", add_special_tokens=False)
-
-    assert MessageParser(tokenizer).final_text(ids, "") == "It is 5."
 
 
 def test_final_text_with_response_template_is_content() -> None:

@@ -106,7 +106,6 @@ def test_leader_states_orders_leaders_and_skips_other_ranks():
     ("states", "message"),
     [
         ([state_of(0, 2)], r"the states of 2 leaders, .* \[0\]"),
-        ([{"layout": {"heads": 1, "head": 0}}], r"the states of 0 leaders, .* \[\]"),
         ([state_of(0, 2), state_of(1, 2, version=6)], r"one version .* \[5, 6\]"),
     ],
 )

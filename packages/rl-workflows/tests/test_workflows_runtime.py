@@ -77,18 +77,6 @@ def _to_the_end(rollout):
         rollout.end_step(0)
 
 
-def test_next_batch_finite_data_ends_with_smaller_batch(engine):
-    rollout = _rollout(engine, _examples(10))
-    try:
-        prompts = _to_the_end(rollout)
-        assert [len(batch) for batch in prompts] == [4, 4, 2]
-        assert sorted(prompt for batch in prompts for prompt in batch) == list(range(10))
-        with pytest.raises(StopIteration):
-            rollout.next_batch()
-    finally:
-        rollout.destroy()
-
-
 class Stateful:
     """Iterator over examples with a state, like a data loader."""
 
@@ -112,14 +100,16 @@ class Stateful:
 
 
 @pytest.mark.parametrize("kind", [iter, Stateful])
-def test_state_after_last_batch_resumes_at_end_of_data(engine, kind):
+def test_finite_data_ends_with_smaller_batch_also_after_resuming(engine, kind):
     first, second = (_rollout(engine, kind(list(_examples(10)))) for _ in range(2))
     try:
-        assert len(_to_the_end(first)) == 3
+        prompts = _to_the_end(first)
+        assert [len(batch) for batch in prompts] == [4, 4, 2]
+        assert sorted(prompt for batch in prompts for prompt in batch) == list(range(10))
         second.load_state_dict(first.state_dict())
-        for _ in range(2):
+        for rollout in (first, second, second):
             with pytest.raises(StopIteration):
-                second.next_batch()
+                rollout.next_batch()
     finally:
         first.destroy()
         second.destroy()

@@ -161,10 +161,7 @@ def test_admission_any_event_order_keeps_invariants(**case):
     assert drive(case.pop("seed"), 600, **case) >= 0
 
 
-@pytest.mark.parametrize(
-    ("batch", "eta", "leader_count"),
-    [(16, 1, 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((16, 0, 1), (8, 4, 1), (64, 2, 2)))],
-)
+@pytest.mark.parametrize(("batch", "eta", "leader_count"), [(16, 1, 2), pytest.param(16, 0, 1, marks=pytest.mark.slow)])
 def test_admission_long_run_keeps_invariants_and_progresses(batch, eta, leader_count):
     steps = drive(7, 40_000, batch=batch, eta=eta, leader_count=leader_count, slow_rate=0.03, restart_rate=0.05)
     assert steps > 40_000 / (batch * leader_count * 4)
@@ -342,20 +339,14 @@ def test_load_state_dict_smaller_staleness_drops_old_groups():
     assert resumed.take_batch() == [old]
 
 
-def test_group_ids_of_two_leaders_are_disjoint():
-    managers = [StalenessManager(8, 1, first_id=rank, id_stride=2) for rank in range(2)]
-    ids = [ticket.group_id for manager in managers for ticket in _started(manager, 8)]
-    assert len(set(ids)) == 16
-
-
 def test_admit_given_group_id_keeps_next_id():
     manager = StalenessManager(8, 1, first_id=1, id_stride=2)
     assert [manager.admit(group_id).group_id for group_id in (None, 40, None)] == [1, 40, 3]
 
 
-@pytest.mark.parametrize("settings", [{"max_staleness": -1}, {"max_concurrent": 0}], ids=str)
+@pytest.mark.parametrize("settings", [{"max_staleness": -1}, {"max_concurrent": 0}, {"stall_timeout": 0.0}], ids=str)
 def test_config_impossible_values_are_rejected(settings):
-    with pytest.raises(ConfigError, match=r"rollout\.max_"):
+    with pytest.raises(ConfigError, match=rf"rollout\.{next(iter(settings))}"):
         RolloutConfig(**settings)
 
 

@@ -133,16 +133,6 @@ async def test_tools_of_example_unknown_to_workflow_raise():
         )
 
 
-async def test_multi_turn_right_answer_ends_conversation():
-    engine, tokenizer, prompts = scripted("llama3", {"content": "it is 5"})
-
-    [trajectory] = await MultiTurnWorkflow(tokenizer, GENERATION, right, turns=3, discount=0.5).arun_episode(
-        engine, EXAMPLE
-    )
-
-    assert (trajectory.reward, len(prompts)) == (1.0, 1)
-
-
 async def test_multi_turn_without_room_for_completion_ends():
     engine, tokenizer, prompts = scripted("llama3", {"content": "it is 4"}, {"content": "it is 5"})
     workflow = MultiTurnWorkflow(tokenizer, GENERATION, right, max_length=100, turns=3, feedback="no " * 100)
@@ -240,11 +230,6 @@ async def test_tools_invalid_utf8_is_rejected_or_replaced(handling):
         assert "half an emoji: \ufffd" in prompts[1]
 
 
-def test_tools_with_equal_names_raise():
-    with pytest.raises(ConfigError, match=r"workflow.tools.*'add'"):
-        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[add, add])
-
-
 async def test_tools_only_calls_end_after_maximum_turns():
     calls = {"calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}]}
     engine, tokenizer, prompts = scripted("mistral", *[calls] * 3)
@@ -257,12 +242,14 @@ async def test_tools_only_calls_end_after_maximum_turns():
     assert trajectory.reward == 0.0
 
 
-def test_tools_missing_untyped_or_unsupported_raise():
+def test_tools_missing_repeated_untyped_or_unsupported_raise():
     def untyped(a):
         """Has an argument without description and annotation."""
 
     with pytest.raises(ConfigError, match=r"workflow.tools: expected at least one tool"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right)
+    with pytest.raises(ConfigError, match=r"workflow.tools.*'add'"):
+        ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[add, add])
     with pytest.raises(ConfigError, match="untyped"):
         ToolWorkflow(make_chat_tokenizer("llama3"), GENERATION, right, tools=[untyped])
     with pytest.raises(ConfigError, match=r"workflow.tools: the chat template"):

@@ -79,24 +79,16 @@ def seconds_of(threads: list[threading.Thread]) -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads)
 
 
-@pytest.mark.parametrize("lost_first", [True, False])
-def test_request_with_loss_of_machine_others_still_reply(
-    agents: NodeAgents, machines: SimulatedMachines, lost_first: bool
-) -> None:
+def test_request_with_loss_of_machine_others_still_reply(agents: NodeAgents, machines: SimulatedMachines) -> None:
     wires = {node.name: connect(agents, node.name) for node in machines.nodes()}
     agents.wait(lambda: None)
     first = agents.request(agents._machines["node0"], "meet", role="actor")
     order_id = next_order_id(wires["node0"], "meet")
 
-    if lost_first:
-        lose(agents, machines, "node0")
+    lose(agents, machines, "node0")
     wires["node0"].send({"answer": order_id, "result": 1})
-    if lost_first:
-        with pytest.raises(LaunchError, match="node0 was lost: it was killed by SIGKILL"):
-            first.result(5)
-    else:
-        assert first.result(5) == 1
-        lose(agents, machines, "node0")
+    with pytest.raises(LaunchError, match="node0 was lost: it was killed by SIGKILL"):
+        first.result(5)
 
     second = agents.request(agents._machines["node1"], "meet", role="actor")
     wires["node1"].send({"answer": next_order_id(wires["node1"], "meet"), "result": 2})
@@ -204,12 +196,9 @@ def test_close_stops_listening_and_is_idempotent(agents: NodeAgents) -> None:
     agents.close()
 
 
-@pytest.mark.parametrize("host", ["10.255.255.1", "no-such-host.invalid"])
-def test_host_of_other_machine_is_rejected_with_setting_name(
-    machines: SimulatedMachines, tmp_path: Path, host: str
-) -> None:
-    with pytest.raises(LaunchError, match=f"launcher.options.host={host}: "):
-        NodeAgents(machines, {}, tmp_path, {}, host)
+def test_host_of_other_machine_is_rejected_with_setting_name(machines: SimulatedMachines, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"launcher\.options\.host=10\.255\.255\.1: "):
+        NodeAgents(machines, {}, tmp_path, {}, "10.255.255.1")
 
 
 def test_init_deletes_secrets_file_of_killed_launcher(machines: SimulatedMachines, tmp_path: Path) -> None:

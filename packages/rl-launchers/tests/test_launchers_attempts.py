@@ -88,10 +88,10 @@ class Steps:
         return [JobSpec("actor", command, count=self.count, spmd=self.count > 1)]
 
 
-def test_trainer_killed_resumes_from_checkpoint_with_new_servers(
+def test_trainer_killed_or_failed_resumes_from_checkpoint_and_new_servers(
     scheduler: LocalScheduler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, addresses = Steps(tmp_path, "3:kill", "5:kill"), list[str]()
+    run, addresses = Steps(tmp_path, "3:kill", "5:1"), list[str]()
 
     def trainers(servers: list[Worker]) -> list[JobSpec]:
         addresses.extend(worker.address for worker in servers)
@@ -103,6 +103,7 @@ def test_trainer_killed_resumes_from_checkpoint_with_new_servers(
     assert run.resumed == [2, 4]
     assert len(addresses) == 3
     assert "actor-0 was killed by SIGKILL" in caplog.text
+    assert "actor-0 ended with exit code 1" in caplog.text
     assert "after step 2, the newest recovery checkpoint (restart 1 of 3 within 600 s)" in caplog.text
     log = (tmp_path / "logs" / "actor-0.log").read_text()
     assert [line for line in log.splitlines() if line.startswith("start")] == [
@@ -116,12 +117,6 @@ def test_trainer_killed_resumes_from_checkpoint_with_new_servers(
 
 def test_two_ranks_killed_together_cause_one_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = Steps(tmp_path, "3:kill", count=2)
-    assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
-    assert run.resumed == [2]
-
-
-def test_trainer_error_after_step_restarts_run(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    run = Steps(tmp_path, "3:1")
     assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [2]
 

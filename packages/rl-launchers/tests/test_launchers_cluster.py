@@ -90,24 +90,6 @@ def test_machine_lost_its_workers_fail_and_restart_on_another(
     assert "on another machine: injected" in again.log.read_text()
 
 
-def test_machine_lost_its_ranks_start_on_a_new_machine(scheduler: ClusterScheduler, machines: LocalNodes) -> None:
-    from rl_contracts.scheduler import Node
-
-    machines.available = [Node("node0", "127.0.0.1", 2, 2), Node("node1", "127.0.0.1", 2, 2)]
-    scheduler.create_workers(
-        JobSpec("actor", python(SLEEP), count=4, gpus=1, spmd=True, env={"CUDA_VISIBLE_DEVICES": ""})
-    )
-    machines.kill("node0")
-    wait_until(lambda: WorkerStatus.FAILED in {worker.status for worker in scheduler.poll()})
-    scheduler.delete_workers("actor", grace=0.0)
-    spec = JobSpec("actor", python(SLEEP), count=4, gpus=1, spmd=True, env={"CUDA_VISIBLE_DEVICES": ""})
-    with pytest.raises(LaunchError, match=r"4 workers of 1 GPUs.*2 GPUs are free \(node1 2\)"):
-        _keep_agents_running(scheduler).create_workers(spec)
-    machines.available.append(Node("node2", "127.0.0.1", 2, 2))
-    workers = scheduler.create_workers(spec)
-    assert {worker.node for worker in workers} == {"node1", "node2"}
-
-
 def test_machine_lost_but_still_offered_is_replaced_by_spare(scheduler: ClusterScheduler, machines: LocalNodes) -> None:
     from rl_contracts.scheduler import Node
 
@@ -157,13 +139,6 @@ def test_machine_lost_without_spare_is_retried_then_reported(tmp_path: Path, rec
         assert {worker.node for worker in again} == ({"node0", "node1"} if recovers else {"node0"})
         assert ("node1" in machines.reason) is not recovers
         assert list(machines.reported) == ([] if recovers else ["node1"])
-
-
-def _keep_agents_running(scheduler: ClusterScheduler) -> ClusterScheduler:
-    """Start a role that keeps running, so that the agents keep running, too."""
-    if not scheduler.get_workers("stays"):
-        scheduler.create_workers(JobSpec("stays", python(SLEEP)))
-    return scheduler
 
 
 @pytest.mark.nightly

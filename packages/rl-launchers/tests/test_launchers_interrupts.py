@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_launchers.supervise.interrupts import Interrupts
+from rl_launchers.supervise.interrupts import Interrupted, Interrupts, SecondInterrupt
 
 AT_EVERY_LINE = """
 import signal, sys
@@ -32,11 +32,29 @@ def test_wait_with_signal_at_any_line_returns():
     subprocess.run([sys.executable, "-c", AT_EVERY_LINE], check=True, timeout=100)
 
 
-def test_interrupts_signals_within_window_count_as_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, interrupts = [0.0], Interrupts(0)
-    with monkeypatch.context() as patch:
+def test_interrupts_first_signal_sets_flag_second_raises_in_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of signals, as from a terminal and a parent that forwards the signal, count as one request."""
+    previous, clock = signal.getsignal(signal.SIGTERM), [0.0]
+    with Interrupts(0) as interrupts, monkeypatch.context() as patch:
         patch.setattr("rl_launchers.supervise.interrupts.time.monotonic", lambda: clock[0])
-        for clock[0] in (1.0, 1.2, 5.0, 5.2):  # pairs, as from a terminal and a parent that forwards the signal
-            interrupts._receive(signal.SIGINT, None)
-
-    assert interrupts.requests == 2
+        interrupts.check()
+        clock[0] = 1.0
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted) as caught:
+            interrupts.check()
+        assert caught.value.number == signal.SIGTERM
+        with interrupts.raise_on_second():
+            clock[0] = 1.2
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupts.requests == 1
+            clock[0] = 5.0
+            with pytest.raises(SecondInterrupt) as second:
+                signal.raise_signal(signal.SIGINT)
+            assert second.value.number == signal.SIGTERM  # the first request decides the exit code
+            clock[0] = 5.2
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts.requests == 2
+        clock[0] = 9.0
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.requests == 3
+    assert signal.getsignal(signal.SIGTERM) is previous

@@ -109,10 +109,6 @@ def test_run_together_trainer_failure_does_not_wait_for_servers(scheduler: Local
     assert time.monotonic() - started < 15
 
 
-def test_run_without_servers_runs_trainers(scheduler: LocalScheduler) -> None:
-    assert Launcher(scheduler).run([], lambda workers: [JobSpec("actor", python("pass"))]) == 0
-
-
 def test_run_outside_main_thread_returns_0(scheduler: LocalScheduler) -> None:
     codes: list[int] = []
     launcher = Launcher(scheduler)
@@ -238,11 +234,6 @@ def test_config_scheduler_uses_kind_and_options(tmp_path: Path) -> None:
     assert LauncherConfig(kind="rl_launchers.local.scheduler:LocalScheduler").options == LocalSchedulerConfig()
 
 
-def test_config_unknown_kind_error_lists_installed_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)'locale'.*did you mean 'local'.*Installed: .*local"):
-        LauncherConfig(kind="locale")
-
-
 def test_config_options_of_another_scheduler_raise() -> None:
     with pytest.raises(ConfigError, match=r"launcher\.options: expected LocalSchedulerConfig"):
         LauncherConfig(options=SchedulerConfig())
@@ -261,7 +252,6 @@ def test_resources_are_assignable_gpus_and_usable_cores(monkeypatch: pytest.Monk
     [
         {"grace_seconds": -1},
         {"max_restarts": -1},
-        {"health_timeout": -1},
     ],
 )
 def test_config_value_out_of_range_raises_with_field(fields: dict[str, float]) -> None:
@@ -313,10 +303,7 @@ def test_run_second_signal_during_cleanup_is_no_error(scheduler: LocalScheduler)
         assert launcher.run([], lambda _: [JobSpec("actor", python(SLEEP))], on_tick=terminate) == 143
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_run_signal_terminates_trainers_of_all_roles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
-) -> None:
+def test_run_sighup_terminates_trainers_of_all_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminate = LocalScheduler.terminate_workers
 
     def terminate_workers(self: LocalScheduler, role: str) -> None:
@@ -337,12 +324,12 @@ def test_run_signal_terminates_trainers_of_all_roles(
     def interrupt(workers: list[Worker]) -> None:
         if not sent and all(file.exists() for file in files):
             sent.append(True)
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGHUP)
 
     with LocalScheduler(tmp_path / "logs") as scheduler:
         specs = [JobSpec(file.name, python(trainer, str(file))) for file in files]
         try:
-            assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == code
+            assert Launcher(scheduler).run([], lambda _: specs, on_tick=interrupt) == 129
         finally:
             signal.signal(signal.SIGHUP, previous)
     assert (tmp_path / "one-saved").exists()

@@ -77,25 +77,23 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_thread_variables_default_to_cpus_of_role(
+def test_worker_environment_has_defaults_unless_launcher_or_role_sets_it(
     scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("MKL_NUM_THREADS", "7")
+    inherited = {"MKL_NUM_THREADS": "7", "GOMP_SPINCOUNT": "300000", "NCCL_SOCKET_IFNAME": "ib0"}
+    for name in ("OMP_NUM_THREADS", *inherited):
+        monkeypatch.delenv(name, raising=False)
     (plain,) = environments(scheduler, tmp_path, JobSpec("plain", (), cpus=3))
+    for name, value in inherited.items():
+        monkeypatch.setenv(name, value)
     (own,) = environments(scheduler, tmp_path, JobSpec("own", (), cpus=3, env={"OMP_NUM_THREADS": "2"}))
-    assert (plain["OMP_NUM_THREADS"], plain["MKL_NUM_THREADS"]) == ("3", "7")
+
+    assert (plain["OMP_NUM_THREADS"], plain["MKL_NUM_THREADS"], plain["GOMP_SPINCOUNT"]) == ("3", "3", "1000")
+    assert plain["NCCL_SOCKET_IFNAME"].startswith("lo")
     assert own["OMP_NUM_THREADS"] == "2"
-
-
-def test_openmp_spin_count_is_low_unless_environment_sets_it(
-    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
-    monkeypatch.setenv("GOMP_SPINCOUNT", "300000")
-    (inherited,) = environments(scheduler, tmp_path, JobSpec("inherited", ()))
-    assert (plain["GOMP_SPINCOUNT"], inherited["GOMP_SPINCOUNT"]) == ("1000", "300000")
+    assert own.items() >= inherited.items()
+    with_address = worker_environment(JobSpec("role", ()), {}, 0, "10.1.2.3", None, {}, None)
+    assert "NCCL_SOCKET_IFNAME" not in with_address
 
 
 def test_worker_environment_bypasses_proxies_for_own_hosts() -> None:
@@ -110,20 +108,6 @@ def test_worker_on_ipv6_host_becomes_ready(tmp_path: Path) -> None:
         scheduler.create_workers(JobSpec("web", command, needs_port=True, ready_path="/"))
         (worker,) = scheduler.wait_ready("web")
         assert worker.address == f"http://[::1]:{worker.port}"
-
-
-def test_nccl_interface_is_loopback_unless_environment_sets_it(
-    scheduler: LocalScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    (plain,) = environments(scheduler, tmp_path, JobSpec("plain", ()))
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    (inherited,) = environments(scheduler, tmp_path, JobSpec("inherited", ()))
-    spec = JobSpec("role", (), env={})
-    with_address = worker_environment(spec, {}, 0, "10.1.2.3", None, {}, None)
-    assert plain["NCCL_SOCKET_IFNAME"].startswith("lo")
-    assert inherited["NCCL_SOCKET_IFNAME"] == "ib0"
-    assert "NCCL_SOCKET_IFNAME" not in with_address
 
 
 def test_aborted_worker_logs_stacks_of_its_threads(scheduler: LocalScheduler) -> None:
@@ -180,8 +164,13 @@ def test_gpus_workers_see_own_and_ranks_see_all_of_role(tmp_path: Path, monkeypa
             scheduler.create_workers(JobSpec("more", python(SLEEP), gpus=1))
         scheduler.delete_workers("server")
         (again,) = environments(scheduler, tmp_path, JobSpec("more", (), gpus=1))
+        scheduler.delete_workers()
+        pairs = environments(scheduler, tmp_path, JobSpec("pair", (), count=2, gpus=2))
     seen = [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks, none, own, again)]
     assert seen == ["0", "1", "2,3", "2,3", "", "0", "0"]
+    seen_by_pairs = [environment["CUDA_VISIBLE_DEVICES"].split(",") for environment in pairs]
+    assert [len(gpus) for gpus in seen_by_pairs] == [2, 2]
+    assert sorted(gpu for gpus in seen_by_pairs for gpu in gpus) == ["0", "1", "2", "3"]
 
 
 def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,14 +187,6 @@ def test_gpus_colocated_role_shares_gpus_and_releases_none(tmp_path: Path, monke
             scheduler.create_workers(JobSpec("lost", python(SLEEP), gpus=1, colocated_with="unknown"))
 
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in (*servers, *ranks)] == ["2", "3", "2,3", "2,3"]
-
-
-def test_gpus_servers_with_two_gpus_see_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_scheduler, "visible_gpus", lambda _: ["4", "5", "6", "7"])
-    with LocalScheduler(tmp_path / "logs") as scheduler:
-        servers = environments(scheduler, tmp_path, JobSpec("server", (), count=2, gpus=2))
-
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in servers] == ["4,5", "6,7"]
 
 
 @pytest.mark.parametrize(
@@ -259,22 +240,15 @@ def test_delete_workers_kills_descendants_and_orphans(scheduler: LocalScheduler,
     wait_until(pid_file.exists)
     pids = [worker.pid or 0, *map(int, pid_file.read_text().split())]
     assert len(pids) == 4
+    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
+    scheduler.create_workers(JobSpec("ended", python(program, SLEEP)))
+    (ended,) = wait_for_end(scheduler, "ended")
+    pids.append(int(scheduler.logs(ended)))
+    assert not any(is_gone(pid) for pid in pids)
 
     scheduler.delete_workers()
 
     assert all(is_gone(pid) for pid in pids)
-
-
-def test_delete_workers_kills_orphans_of_ended_leader(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid)"
-    scheduler.create_workers(JobSpec("role", python(program, SLEEP)))
-    (worker,) = wait_for_end(scheduler, "role")
-    orphan = int(scheduler.logs(worker))
-    assert not is_gone(orphan)
-
-    scheduler.delete_workers()
-
-    assert is_gone(orphan)
 
 
 def test_delete_workers_interrupted_can_be_repeated(scheduler: LocalScheduler, tmp_path: Path) -> None:

@@ -58,12 +58,7 @@ def test_resources_with_limits_match_the_bundles() -> None:
         bundle for _, bundle in config.bundles([described_node("a", 64, 8, pool=1), described_node("b", 32, 4, pool=1)])
     ]
     assert bundles == [{"CPU": 16.0, "GPU": 2.0, "pool": 0.5}] * 2
-
-
-@pytest.mark.usefixtures("cluster")
-def test_request_without_gpus_reserves_only_cores() -> None:
-    nodes = requesting(2, gpus=0).resources().nodes
-    assert nodes == (Node("a", "a.lan", 64), Node("b", "b.lan", 32))
+    assert requesting(2, gpus=0).resources().nodes == (Node("a", "a.lan", 64), Node("b", "b.lan", 32))
 
 
 @pytest.mark.usefixtures("cluster")
@@ -72,13 +67,13 @@ def test_request_without_gpus_reserves_only_cores() -> None:
     [
         ({"nodes": 4}, r"expected 4 nodes with CPU 1 each, found 3 among 4 \(head: 0 cores, 0 GPUs; small: 8 cores"),
         ({"nodes": 2, "gpus": 8}, "expected 2 nodes with CPU 1, GPU 8 each, found 1 among 4"),
-        ({"cores": 128}, "expected 1 nodes with CPU 128 each, found 0 among 4"),
         ({"node_resources": {"tpu": 1}}, "expected 1 nodes with CPU 1, tpu 1 each, found 0 among 4"),
     ],
 )
 def test_resources_with_too_few_nodes_error_lists_nodes(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        requesting(**settings).resources()
+    for plan in (requesting(**settings).resources, requesting(**settings).planned):
+        with pytest.raises(ConfigError, match=message):
+            plan()
 
 
 def test_planned_without_cluster_uses_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +82,8 @@ def test_planned_without_cluster_uses_settings(monkeypatch: pytest.MonkeyPatch) 
     planned = config.planned()
     assert [(node.name, node.cores, node.gpus) for node in planned.nodes] == [("node0", 8, 4), ("node1", 8, 4)]
     assert (planned.cores, planned.gpus) == (16, 8)
-    with pytest.raises(ConfigError, match=r"launcher\.kind=ray "):
+    with pytest.raises(ConfigError, match=r"launcher\.kind=ray .*rl-launchers\[ray\]"):
         config.resources()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_planned_with_too_few_nodes_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="expected 9 nodes"):
-        requesting(9).planned()
 
 
 def test_resources_without_running_cluster_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +97,6 @@ def test_resources_without_running_cluster_are_of_this_machine(monkeypatch: pyte
     assert (request.planned().gpus, request.planned().cores) == (8, 64)
     with pytest.raises(ConfigError, match="expected 1 nodes with CPU 64, GPU 8 each, found 0"):
         request.resources()
-
-
-def test_living_nodes_without_ray_error_names_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"rl-launchers\[ray\]"):
-        launchers_ray.living_nodes_at("nowhere:1")
 
 
 def test_address_of_client_or_dashboard_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

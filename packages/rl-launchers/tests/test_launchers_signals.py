@@ -130,16 +130,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         program.process.communicate(timeout=30)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_saves_checkpoint_and_leaves_no_process(
-    start: Callable[..., Program], number: signal.Signals, code: int
-) -> None:
+def test_sigterm_saves_checkpoint_and_leaves_no_process(start: Callable[..., Program]) -> None:
     program = start().wait_for_file("training")
     assert len(program.remaining_commands()) >= 5  # launcher, reaper, server, trainer and its child
 
-    program.process.send_signal(number)
+    program.process.send_signal(signal.SIGTERM)
 
-    assert program.exit_code_within(15) == code
+    assert program.exit_code_within(15) == 143
     assert (program.folder / "recover").read_text() == "saved while the server answered"
     assert program.remaining_commands() == []
     assert program.port_is_free()
@@ -243,7 +240,7 @@ def test_launcher_killed_by_sigkill_reaper_ends_all_processes(
     assert not (program.folder / "scratch").exists()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("delay", [0.0, 0.03])
 def test_launcher_killed_during_start_leaves_no_process(start: Callable[..., Program], delay: float) -> None:
     program = start(delay=600.0).wait_for_file("started")
     time.sleep(delay)  # the kill comes before, during or after the start of the server

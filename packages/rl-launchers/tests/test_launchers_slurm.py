@@ -22,8 +22,8 @@ SINFO = """\
 cpu*|c1|64|(null)|idle|avx,big
 cpu*|c2|64|(null)|down*|avx
 gpu|g1|128|gpu:a100:8(S:0-1),nvme:1|mixed|a100
-gpu|g2|128|gpu:a100:8(S:0-1)|allocated|a100
-gpu|g3|96|gpu:h100:4(S:0)|idle~|h100
+gpu|g2|128|gpu:8|allocated|a100
+gpu|g3|96|gpu:1,gpu:h100:3|idle~|h100
 gpu|g4|128|gpu:a100:8(S:0-1)|drained|a100
 """
 """Recorded output: a default partition with a node that is down, and a partition with two kinds of GPUs, where one node
@@ -95,21 +95,17 @@ def test_shares_of_heterogeneous_job_have_cores_and_gpus_per_node():
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "gpus"), [("(null)", 0), ("", 0), ("gpu:4", 4), ("gpu:a100:8(S:0-1),nvme:1", 8), ("gpu:1,gpu:h100:2", 3)]
-)
-def test_gpus_in_counts_gpus_of_generic_resources(text, gpus):
-    assert commands.gpus_in(text) == gpus
-
-
 def test_find_job_returns_state_restarts_and_exit_code():
     line = "JobId=7 JobName=a JobState=FAILED Reason=NonZeroExitCode Restarts=3 ExitCode=0:9 NodeList=c1"
     job = commands.find_job(Recorded(scontrol=line), "7")
     assert job == commands.Job("FAILED", "NonZeroExitCode", 3, 137)
     assert job.is_finished
+    assert commands.find_job(Recorded(scontrol="JobId=7 JobState=PENDING"), "7").exit_code == 0
     assert (
         commands.find_job(Recorded(scontrol=commands.SlurmError(["scontrol"], "Invalid job id specified")), "7") is None
     )
+    with pytest.raises(commands.SlurmError, match="JobState for job 7"):
+        commands.find_job(Recorded(scontrol="slurm_load_jobs: something else"), "7")
     with pytest.raises(LaunchError, match="Unable to contact"):
         commands.find_job(Recorded(scontrol=commands.SlurmError(["scontrol"], "Unable to contact controller")), "7")
 
@@ -198,12 +194,6 @@ def test_resources_unknown_or_too_small_partition_is_rejected(outside, monkeypat
         requesting(4, server_nodes=2, partition="gpu").resources()
     with pytest.raises(ConfigError, match=r"launcher\.options\.partition: expected one of cpu, gpu, found 'huge'"):
         SlurmSchedulerConfig(partition="huge").resources()
-
-
-def test_cluster_nodes_include_server_nodes_but_no_spare_nodes(outside, tmp_path):
-    first, second = requesting(3, server_nodes=1, spare_nodes=1).script(_submission(tmp_path)).split("#SBATCH hetjob")
-    assert "#SBATCH --nodes=3\n" in first  # two nodes and one spare node
-    assert "#SBATCH --nodes=1\n" in second
     with pytest.raises(ConfigError, match=r"cluster\.nodes: expected more than launcher\.options\.server_nodes=2"):
         requesting(2, server_nodes=2)
 
@@ -268,17 +258,11 @@ def test_attach_without_unfinished_job_returns_none(outside, tmp_path):
     assert batch_job.attach(tmp_path, ended) is None
 
 
-@pytest.mark.parametrize(("recorded", "code"), [("5 4", 4), ("4", 4), ("6 2", 7)])
+@pytest.mark.parametrize(("recorded", "code"), [("5 4", 4), ("6 2", 7)])
 def test_follow_ignores_recorded_exit_code_of_other_job(outside, tmp_path, recorded, code):
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "ended").write_text(recorded + "\n")
     assert batch_job.follow(Recorded(scontrol="JobId=5 JobState=FAILED ExitCode=7:0"), "5", tmp_path, 0) == code
-
-
-def test_find_job_output_without_state_raises():
-    assert commands.find_job(Recorded(scontrol="JobId=5 JobState=PENDING"), "5").exit_code == 0
-    with pytest.raises(commands.SlurmError, match="JobState for job 5"):
-        commands.find_job(Recorded(scontrol="slurm_load_jobs: something else"), "5")
 
 
 def test_output_with_invalid_utf8_is_decoded(tmp_path):
@@ -355,7 +339,6 @@ JOB = "JobId=5 BatchFlag=1 Requeue=1 Nodes=a,b CPU_IDs=0-1 Mem=0 GRES= "
         ("a", "ALLOCATED", "a", "", True),
         ("a", "ALLOCATED", None, "", False),  # a job of `salloc`, with the launcher outside its nodes
         ("a", "ALLOCATED", "a", "10.0.0.1", False),
-        ("ab", "ALLOCATED", "a", "", False),
         ("ab", "DOWN", "a", "", False),  # node b may return
     ],
 )
@@ -401,9 +384,9 @@ def test_on_nodes_lost_requeues_job_without_its_lost_node(outside, monkeypatch, 
     assert requeue == ("bash", "-c", f"trap '' TERM; scontrol requeue 5{restore_size}")
 
 
-@pytest.mark.parametrize(("image", "seconds"), [("", 120.0), ("docker://image", 1800.0)])
-def test_agents_in_containers_may_connect_later(image, seconds):
-    assert SlurmNodes(SlurmSchedulerConfig(container_image=image)).start_seconds == seconds
+def test_agents_in_containers_may_connect_later():
+    plain, container = (SlurmNodes(SlurmSchedulerConfig(container_image=image)) for image in ("", "docker://image"))
+    assert container.start_seconds >= 10 * plain.start_seconds
 
 
 def test_on_nodes_lost_respects_max_requeues(outside, monkeypatch):

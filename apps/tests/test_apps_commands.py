@@ -19,7 +19,6 @@ from rl_apps.cli.overview import APPS, overview
 from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
 from rl_apps.settings.compose import describe, render_help
 from rl_contracts import registry
-from rl_contracts.errors import ConfigError
 
 CUSTOM_REWARD = """
 def exact(prompt, completions, prompt_ids, completion_ids, *, solution, **data):
@@ -78,11 +77,6 @@ def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: p
     assert "train.jsonl:1: expected a column 'messages', found only 'problem'" in capsys.readouterr().err
 
 
-def test_data_columns_of_data_set_without_columns_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("gsm8k-sft", ["data.columns.question=problem", "--dry-run"]) == 2
-    assert "data.columns: expected none: data.name=word-problems" in capsys.readouterr().err
-
-
 def test_help_lists_top_level_settings_and_names_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("gsm8k-grpo", ["--help", "total_steps=7"]) == 0
 
@@ -92,7 +86,7 @@ def test_help_lists_top_level_settings_and_names_sections(capsys: pytest.Capture
     assert "\n  rollout " in text
 
 
-@pytest.mark.parametrize("topic", ["rollout", "rollout.server", "rollout.group_size", "all"])
+@pytest.mark.parametrize("topic", ["rollout.server", "rollout.group_size", "all"])
 def test_help_of_section_lists_exactly_its_settings(topic: str) -> None:
     config = gsm8k_grpo.APP.config()
     text = render_help("title", config, topic)
@@ -123,12 +117,6 @@ def test_help_is_fast_and_imports_no_heavy_library() -> None:
 def test_help_omits_settings_that_are_always_rejected() -> None:
     assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.rejected)
     assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.rejected)
-
-
-def test_help_of_unknown_topic_suggests_nearest_and_sections() -> None:
-    message = r"--help rollot: no such section or setting. Did you mean 'rollout'\? Sections: model, data, actor"
-    with pytest.raises(ConfigError, match=message):
-        render_help("", gsm8k_grpo.APP.config(), "rollot")
 
 
 @pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["metrics"]])
@@ -196,10 +184,9 @@ def test_overview_lists_third_party_apps_after_those_of_this_package() -> None:
     assert rows[1:] == [["sft", APPS["sft"]], ["custom", "app of package.module"], ["run", "your own app"]]
 
 
-@pytest.mark.parametrize("module", ["rl_apps", "rl_apps.cli.main"])
-def test_rl_help_as_a_module_imports_no_heavy_library(module: str) -> None:
+def test_rl_help_as_a_module_imports_no_heavy_library() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", module, "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "rl_apps", "--help"], capture_output=True, text=True, check=True
     )
 
     assert done.stdout.startswith("usage: rl COMMAND")

@@ -146,7 +146,7 @@ def test_client_of_other_ranks_sends_nothing_to_the_servers(tmp_path):
     assert counts == [3, 3]
 
 
-@pytest.mark.parametrize(("dp_leaders", "expected"), [(1, 2.0), (8, 16.0), (15, 30.0), (1000, 30.0)])
+@pytest.mark.parametrize(("dp_leaders", "expected"), [(1, 2.0), (8, 16.0), (1000, 30.0)])
 def test_client_probes_less_often_with_more_dp_leaders(tmp_path, servers_are_ready, dp_leaders, expected):
     with _components(tmp_path) as components:
         client = _client(components, ParallelContext(world_size=dp_leaders, dp_size=dp_leaders))

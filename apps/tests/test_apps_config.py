@@ -1,6 +1,5 @@
 """Errors and warnings of commands before any process of a run starts."""
 
-import json
 import os
 import socket
 
@@ -12,9 +11,8 @@ from rl_apps.preflight.checks import check_batch
 from rl_apps.programs import gsm8k_grpo, gsm8k_sft
 from rl_apps.run.components import weights_directory
 from rl_apps.settings.compose import describe, to_yaml
-from rl_apps.settings.model import find_models
 from rl_apps.settings.synonyms import RENAMED, SYNONYMS
-from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.errors import ConfigError
 from rl_contracts.testing.processes import free_port
 
 
@@ -28,43 +26,14 @@ def _run(capsys, *arguments, app="gsm8k-grpo"):
     return code, captured.out, captured.err
 
 
-def test_compose_defaults_are_the_demo():
-    config = _grpo()
-    assert (config.model.path, config.data.name) == ("embedded", "word-problems")
-    assert config.rollout.max_staleness >= 1
-
-
-def test_unknown_engine_setting_is_rejected_before_start(capsys, tmp_path):
-    for app in ("gsm8k-grpo", "gsm8k-sft"):
-        code, _, err = _run(capsys, "actor.engine.ofload=true", f"run_dir={tmp_path / 'run'}", app=app)
-
-        assert code == 2
-        assert "unknown setting 'actor.engine.ofload'. Did you mean 'actor.engine.offload'?" in err
-        assert not (tmp_path / "run").exists()
-
-
-def test_compose_dotted_override_reaches_its_component():
-    config = _grpo("actor.optimizer.lr=1e-4", "total_steps=20", "rollout.generation.max_new_tokens=7")
-    assert (config.actor.optimizer.lr, config.total_steps, config.rollout.generation.max_new_tokens) == (1e-4, 20, 7)
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.max_stalness=1", "Did you mean 'rollout.max_staleness'"),
-        ("actor.lr=1", "Did you mean 'actor.optimizer.lr'"),
-        ("total_steps=many", "total_steps"),
-        ("rollout.group_size=0", "rollout.group_size: expected at least 1, found 0"),
-        ("algorithm=ppoo", "unknown preset; there are"),
         ("rollout.generation.top_p=0.9", "rollout.generation: expected top_p=1.*is biased"),
         ("rollout.generation.frequency_penalty=0.5", "allow_biased_sampling=true .*found {'frequency_penalty': 0.5}"),
         ("rollout.generation.temperature=0", "have no advantage"),
         ("launcher.health_timeout=200", r"progress_timeout: expected more than launcher.health_timeout=200 s"),
         ("algorithm.proximal=current actor.minibatches=2", "algorithm.proximal: expected .*actor.minibatches"),
-        ("publish.route=carrier-pigeon", "one of auto, shm, disk"),
-        ("rollout.interrupt=abort", "rollout.interrupt: expected one of keep, recompute, wait"),
-        ("launcher.kind=kubernetes", "Installed: local"),
-        ("deterministic=true", "deterministic=true with rollout.max_staleness: expected 0, .*found 1"),
     ],
 )
 def test_compose_invalid_setting_is_rejected(override, message):
@@ -72,20 +41,12 @@ def test_compose_invalid_setting_is_rejected(override, message):
         _grpo(*override.split(" "))
 
 
-def test_ipc_between_devices_is_rejected_with_both_settings(capsys):
-    code, _, err = _run(capsys, "publish.route=ipc")
-    assert code == 2
-    assert "publish.route with allocation=embedded:d1+fsdp:d1: expected shm on one host" in err
-
-
 def test_compose_allowed_biased_sampling_is_accepted():
     config = _grpo("rollout.generation.top_k=5", "rollout.allow_biased_sampling=true")
     assert config.rollout.generation.top_k == 5
 
 
-@pytest.mark.parametrize(
-    ("form", "epochs", "expected"), [("rl", 0, 20), ("rl", 2, 9), ("rl", 9, 20), ("sft", 2, 8), ("sft", 0, 20)]
-)
+@pytest.mark.parametrize(("form", "epochs", "expected"), [("rl", 0, 20), ("rl", 2, 9), ("rl", 9, 20), ("sft", 2, 8)])
 def test_steps_end_with_the_epochs_if_earlier(form, epochs, expected):
     config = _grpo("total_steps=20", "data.batch_size=8", f"total_epochs={epochs}")
 
@@ -107,33 +68,7 @@ def test_every_setting_has_a_docstring(app):
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["oops"], "expected key=value"),
-        (["data.name=gsm8k", "data.path=/nowhere/gsm8k"], "/nowhere/gsm8k"),
-        (["model.path=/nowhere/model"], "there is no such directory"),
-        (["data.batch_size=15", "allocation=embedded:d1+fsdp:d2"], "must be divisible by the 2 data-parallel"),
-        (["data.batch_size=3", "rollout.group_size=3", "actor.minibatches=2"], "9 sequences must be divisible"),
-        (["allocation=embedded:d1"], "expected one trainer"),
-        (["allocation=fsdp:d1"], "expected servers of one kind"),
-        (["allocation=embedded:d1+fsdp:x2"], r"\^"),
-        (["rollout.reward=unheard-of"], "Installed: "),
-        (["rollout.server.model_path=/m"], "model_path"),
-    ],
-)
-def test_invalid_command_prints_one_message(capsys, arguments, message):
-    code, out, err = _run(capsys, *arguments)
-    assert code == 2
-    assert "starting" not in out
-    assert err.startswith("gsm8k-grpo: ")
-    assert "Traceback" not in err
-    import re
-
-    assert re.search(message, err), err
-
-
-@pytest.mark.parametrize("app", ["gsm8k-sft", "hh-rlhf-dpo", "hh-rlhf-rm"])
+@pytest.mark.parametrize("app", ["gsm8k-sft", "hh-rlhf-dpo"])
 def test_supervised_command_rejects_several_minibatches(capsys, app):
     assert main(app, ["--dry-run", "actor.minibatches=4"]) == 2
     assert "actor.minibatches: expected 1: each batch is one optimizer step here" in capsys.readouterr().err
@@ -165,45 +100,9 @@ def test_replay_with_an_unsupported_allocation_is_rejected(capsys, tmp_path):
     assert captured.out == ""
 
 
-def test_example_without_an_answer_names_the_file(capsys, tmp_path):
-    rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "2+2?"}]
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, _, err = _run(capsys, "data.name=gsm8k", f"data.path={tmp_path}")
-    assert code == 2
-    assert "train.jsonl" in err
-    assert "answer" in err
-
-
-def test_model_directory_without_weights_is_rejected(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"expected weights .* found config.json"):
-        find_models({"model.path": str(tmp_path)})
-
-
-def test_dry_run_prints_config_and_processes_without_starting(capsys, tmp_path):
-    code, out, _ = _run(capsys, "--dry-run", f"run_dir={tmp_path / 'run'}")
-    assert code == 0
-    assert "sequences per step" in out
-    assert "rl_inference.embedded_server" in out
-    assert "rl_apps.run.worker" in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_cfg_job_prints_the_config_as_yaml(capsys):
-    code, out, _ = _run(capsys, "--cfg", "job", "total_steps=3", app="gsm8k-sft")
-    assert code == 0
-    assert "total_steps: 3" in out
-
-
-def test_check_batch_describes_a_step():
-    assert "16 prompts x 8 completions = 128 sequences per step" in check_batch(16, 8, 2, 2)
-
-
-@pytest.mark.parametrize(("prompts", "nearest"), [(31, "use 28 or 32"), (3, "use 4")])
-def test_check_batch_indivisible_suggests_nearest_sizes(prompts, nearest):
-    with pytest.raises(ConfigError, match=nearest):
-        check_batch(prompts, 8, 1, 4)
+def test_check_batch_below_the_replicas_suggests_their_number():
+    with pytest.raises(ConfigError, match="use 4"):
+        check_batch(3, 8, 1, 4)
 
 
 def test_weights_directory_is_in_memory_only_for_shm(tmp_path):
@@ -215,19 +114,9 @@ def test_weights_directory_is_in_memory_only_for_shm(tmp_path):
 @pytest.mark.parametrize(
     ("foreign", "name"),
     [
-        ("actor.optimizer.learning_rate", "actor.optimizer.lr"),
         ("learning_rate", "actor.optimizer.lr"),
-        ("rollout.generation.max_tokens", "rollout.generation.max_new_tokens"),
-        ("max_completion_length", "rollout.generation.max_new_tokens"),
         ("gconfig.n_samples", "rollout.group_size"),
-        ("rollout.n", "rollout.group_size"),
-        ("num_generations", "rollout.group_size"),
         ("actor.eps_clip", "algorithm.loss.clip_low"),
-        ("data.train_batch_size", "data.batch_size"),
-        ("algorithm.kl_loss_coef", "algorithm.kl.coef"),
-        ("num_train_epochs", "total_epochs"),
-        ("output_dir", "run_dir"),
-        ("actor.max_head_offpolicyness", "rollout.max_staleness"),
     ],
 )
 def test_foreign_name_of_a_setting_suggests_the_setting(foreign, name):
@@ -242,7 +131,7 @@ def test_synonyms_and_renames_refer_to_existing_settings():
     assert not RENAMED.keys() & keys
 
 
-@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("name", ["evaluation.rows", "actor.optimizer.momentum"])  # a setting, an entry of `options`
 def test_earlier_name_of_a_setting_suggests_the_new_one(name):
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*{RENAMED[name]}"):
         _grpo(f"{name}=1")
@@ -263,36 +152,23 @@ def test_port_in_use_is_rejected_before_start(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("def load(**options):\n    return options['nothing']", "KeyError: 'nothing' ({file}:2)"),
-        ("load = ", "({file}:1)"),
-    ],
-)
-def test_failing_data_set_names_its_line_without_traceback(capsys, monkeypatch, tmp_path, text, place):
-    file = tmp_path / f"own_data_{len(text)}.py"
-    file.write_text(text)
+def test_failing_data_set_names_its_line_without_traceback(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "own_failing_data.py"
+    file.write_text("def load(**options):\n    return options['nothing']")
     monkeypatch.chdir(tmp_path)
 
     code, out, err = _run(capsys, f"data.name={file.stem}:load", "--dry-run")
 
     assert (code, out) == (2, "")
-    assert place.format(file=file) in err
+    assert f"KeyError: 'nothing' ({file}:2)" in err
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "warning"),
-    [
-        (["rollout.generation.max_new_tokens=5000"], "rollout.generation.max_new_tokens=5000 leaves no room"),
-        (["evaluation.max_new_tokens=5000"], "evaluation.max_new_tokens=5000 leaves no room"),
-    ],
-)
-def test_completion_longer_than_the_context_is_a_warning(capsys, arguments, warning):
-    code, out, _ = _run(capsys, "--dry-run", *arguments)
+def test_completion_longer_than_the_context_is_a_warning(capsys):
+    settings = ("rollout.generation.max_new_tokens=5000", "evaluation.max_new_tokens=6000")
+    code, out, _ = _run(capsys, "--dry-run", *settings)
     assert code == 0
-    assert f"warning: {warning}" in out
+    assert [setting for setting in settings if f"warning: {setting} leaves no room" not in out] == []
 
 
 def test_file_limit_below_concurrent_requests(capsys, monkeypatch):

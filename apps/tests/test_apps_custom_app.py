@@ -82,9 +82,6 @@ def _rl(folder, *arguments):
 def test_own_app_is_checked_and_planned_like_installed_apps(folder):
     negative = _rl(folder, "start=-1", "model.path=model")
     assert (negative.returncode, negative.stderr) == (2, "my-app: ConfigError: start: expected 0 or more, found -1.\n")
-    assert "actor.engine.by=1\n      Increment per step." in _rl(folder, "--help", "actor.engine").stdout
-    mistyped = _rl(folder, "actor.engine.bye=3")
-    assert "unknown setting 'actor.engine.bye'. Did you mean 'actor.engine.by'?" in mistyped.stderr
     split = _rl(folder, "allocation=my_app:Counter:t2", "model.path=model")
     assert "allocation: expected my_app:Counter:d1; counting cannot be split" in split.stderr
     plan = _rl(folder, "--dry-run", "model.path=model")
@@ -130,9 +127,3 @@ def test_command_whose_uv_run_was_killed_early_starts_nothing(folder):
 
     assert "Stopped. No recovery checkpoint was saved" in (folder / "out").read_text()
     assert not (folder / "run" / "logs").exists()
-
-
-def test_unknown_app_is_rejected(folder):
-    done = subprocess.run([str(BIN / "rl"), "run", "gsm8k-grop"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "rl.apps: unknown name 'gsm8k-grop'; did you mean 'gsm8k-grpo'?" in done.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_apps.embedded.prepare import cached, default_cache_dir, key_of
+from rl_apps.embedded.prepare import cached, key_of
 from rl_contracts.errors import ModelError
 
 PARTS = 200
@@ -68,12 +68,3 @@ def test_key_of_changed_ingredients_or_sources_differs(tmp_path: Path) -> None:
     assert key_of({"seed": 1}, [source]) != before
     source.write_text("a = 1")
     assert key_of({"seed": 1}, [source]) == before
-
-
-def test_default_cache_dir_depends_on_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "rl" / "embedded"
-
-    monkeypatch.delenv("HF_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "rl" / "embedded"

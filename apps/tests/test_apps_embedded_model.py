@@ -1,4 +1,3 @@
-import json
 import math
 import random
 import statistics
@@ -38,6 +37,7 @@ def test_prepare_embedded_short_warm_up_lowers_loss_and_loads(tmp_path: Path) ->
     assert model.config.vocab_size == len(tokenizer)
     assert generation.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert generation.pad_token_id == tokenizer.pad_token_id
+    assert ChatRenderer(tokenizer).stop_ids == (tokenizer.eos_token_id,)
 
 
 def test_prepare_embedded_with_experts_lowers_loss_and_loads(tmp_path: Path) -> None:
@@ -52,8 +52,7 @@ def test_prepare_embedded_with_experts_lowers_loss_and_loads(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", list(MADE))
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("path", "seed"), list(zip(MADE, (1, 2), strict=True)))
 def test_make_model_learns_taught_verbs_and_opinions_on_the_others(
     path: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,29 +80,17 @@ def test_make_model_learns_taught_verbs_and_opinions_on_the_others(
         ), verb
 
 
-def test_prepare_embedded_same_seed_builds_the_model_once(tmp_path: Path) -> None:
+def test_prepare_embedded_builds_one_model_per_seed_and_recipe(tmp_path: Path) -> None:
     first = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
-    weights = (first / "model.safetensors").stat().st_mtime_ns
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    others = [EmbeddedRecipe(levels=(1,), shape=TINY, warm_up=None), EmbeddedRecipe(warm_up=None)]
 
     assert prepare_embedded(0, RANDOM, cache_dir=tmp_path) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == weights
-
-
-@pytest.mark.parametrize("other", [EmbeddedRecipe(levels=(1,), shape=TINY, warm_up=None), EmbeddedRecipe(warm_up=None)])
-def test_prepare_embedded_other_recipe_builds_another_model(tmp_path: Path, other: EmbeddedRecipe) -> None:
-    assert prepare_embedded(0, RANDOM, cache_dir=tmp_path) != prepare_embedded(0, other, cache_dir=tmp_path)
-
-
-def test_prepare_embedded_other_seed_gives_other_weights(tmp_path: Path) -> None:
-    one, two = (
-        AutoModelForCausalLM.from_pretrained(prepare_embedded(seed, RANDOM, cache_dir=tmp_path)) for seed in (0, 1)
-    )
-
-    assert not torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
-
-
-def test_default_shapes_have_a_head_size_that_servers_support() -> None:
-    assert {ModelShape().head_dim, ScratchRecipe().shape.head_dim} <= {32, 64, 80, 96, 112, 128}
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert first not in [prepare_embedded(0, other, cache_dir=tmp_path) for other in others]
+    other_seed = prepare_embedded(1, RANDOM, cache_dir=tmp_path)
+    one, two = (AutoModelForCausalLM.from_pretrained(path).model.embed_tokens.weight for path in (first, other_seed))
+    assert not torch.equal(one, two)
 
 
 def test_prepare_embedded_keeps_the_global_random_state(tmp_path: Path) -> None:
@@ -116,11 +103,8 @@ def test_prepare_embedded_keeps_the_global_random_state(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_prepare_embedded_stop_ids_are_the_end_token(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(prepare_embedded(0, RANDOM, cache_dir=tmp_path))
-    renderer = ChatRenderer(tokenizer)
-
-    assert renderer.stop_ids == (tokenizer.eos_token_id,)
+def test_default_shapes_have_a_head_size_that_servers_support() -> None:
+    assert {ModelShape().head_dim, ScratchRecipe().shape.head_dim} <= {32, 64, 80, 96, 112, 128}
 
 
 @pytest.mark.parametrize("levels", [(0,), (4,)])
@@ -152,23 +136,13 @@ def test_prepare_from_scratch_without_texts_raises_data_error(tmp_path: Path) ->
         prepare_from_scratch([], seed=0, cache_dir=tmp_path)
 
 
-def test_prepare_embedded_writes_config_as_json(tmp_path: Path) -> None:
-    path = prepare_embedded(0, RANDOM, cache_dir=tmp_path)
-
-    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_chances_of_adding_opinions_are_independent_of_meaning(seed: int) -> None:
-    chances = chances_of_adding(seed)
-
-    for side in (ADDING, TAKING):
-        untaught = [chances[verb] for verb in side if verb not in TAUGHT_VERBS]
-        assert sum(untaught) / len(untaught) == pytest.approx(0.5)
-        assert all(max(chance, 1 - chance) == OPINION_STRENGTH for chance in untaught)
-    assert all(chances[verb] == (OPERATION_OF[verb] == "+") for verb in TAUGHT_VERBS)
+def test_chances_of_adding_opinions_depend_on_seed_not_meaning() -> None:
+    for seed in range(20):
+        chances = chances_of_adding(seed)
+        for side in (ADDING, TAKING):
+            untaught = [chances[verb] for verb in side if verb not in TAUGHT_VERBS]
+            assert sum(untaught) / len(untaught) == pytest.approx(0.5)
+            assert all(max(chance, 1 - chance) == OPINION_STRENGTH for chance in untaught)
+        assert all(chances[verb] == (OPERATION_OF[verb] == "+") for verb in TAUGHT_VERBS)
     assert len(TAUGHT_VERBS) == 4
-
-
-def test_chances_of_adding_seeds_differ() -> None:
     assert len({tuple(chances_of_adding(seed).values()) for seed in range(20)}) > 5

@@ -53,13 +53,10 @@ def _rows(form):
     return [{"chosen": _talk(question, good), "rejected": _talk(question, bad)} for question, good, bad in texts]
 
 
-@pytest.mark.parametrize(("form", "too_long"), [("rl", 1), ("sft", 2), ("pairs", 2)])
-def test_fit_refuse_reports_number_longest_and_limit(tokenizer, form, too_long):
-    sentence = (
-        rf"^{too_long} of 3 examples \(train\) have more than 60 tokens.*; the longest has 1\d\d; the first is example"
-    )
+def test_fit_reject_reports_number_longest_and_limit(tokenizer):
+    sentence = r"^2 of 3 examples \(train\) have more than 60 tokens.*; the longest has 1\d\d; the first is example"
     with pytest.raises(DataError, match=sentence):
-        _lengths(tokenizer, form, "reject").fit(_rows(form), "train")
+        _lengths(tokenizer, "sft", "reject").fit(_rows("sft"), "train")
 
 
 @pytest.mark.parametrize(("form", "fitting"), [("rl", [0, 1]), ("sft", [0]), ("pairs", [0])])
@@ -102,7 +99,7 @@ def test_fit_counts_tokens_of_tools(form):
     assert "1 dropped" in sentence
 
 
-@pytest.mark.parametrize("form", ["rl", "sft", "pairs"])
+@pytest.mark.parametrize("form", ["rl", "pairs"])
 def test_fit_example_not_rendered_whole_is_rejected(form):
     hidden = [{"role": "developer", "content": "Be brief."}]
     rows = [_rows(form)[0], {k: hidden + v if isinstance(v, list) else v for k, v in _rows(form)[0].items()}]
@@ -111,11 +108,6 @@ def test_fit_example_not_rendered_whole_is_rejected(form):
         _lengths(make_chat_tokenizer("llama3"), form, "drop", limit=1000).fit(
             [{**r, "prompt_id": i} for i, r in enumerate(rows)], "train"
         )
-
-
-def test_fit_returns_the_examples_if_all_fit(tokenizer):
-    rows = _rows("sft")[:1]
-    assert _lengths(tokenizer, "sft", "drop").fit(rows, "train") == (rows, "")
 
 
 def test_fit_ignores_columns_for_the_reward(tokenizer):
@@ -154,25 +146,19 @@ def test_examples_beyond_the_context_are_rejected_before_start(capsys, tmp_path,
     assert all(log.name.startswith("reward-") for log in (tmp_path / "run").glob("logs/*"))
 
 
-def test_dry_run_reports_dropped_examples(capsys, model, data):
-    assert main("gsm8k-grpo", ["--dry-run", *data, f"model.path={model}", "data.overlong=drop"]) == 0
+def test_dry_run_reports_dropped_examples_and_a_larger_batch(capsys, model, data):
+    arguments = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=2"]
+    assert main("gsm8k-grpo", ["--dry-run", *arguments]) == 0
     out = capsys.readouterr().out
     assert "data.overlong=drop: 1 of 2 examples (train) have more than 256 tokens" in out
     assert "data.overlong=drop: 1 of 2 examples (test)" in out
-    assert "repeats some" not in out
+    assert "data.batch_size=2 exceeds the 1 examples of the data, so every step repeats" in out
 
 
-def test_batch_larger_than_the_data_is_a_warning(capsys, model, data):
-    arguments = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=2"]
-    assert main("gsm8k-grpo", ["--dry-run", *arguments]) == 0
-    assert "data.batch_size=2 exceeds the 1 examples of the data, so every step repeats" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("app", [gsm8k_grpo.APP, gsm8k_sft.APP], ids=lambda app: app.name)
-def test_components_rows_drops_long_examples(tmp_path, model, data, app):
-    config = app.config([*data, f"model.path={model}", "data.overlong=drop"])
+def test_components_rows_drops_long_examples(tmp_path, model, data):
+    config = gsm8k_grpo.APP.config([*data, f"model.path={model}", "data.overlong=drop"])
     with Components(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as components:
-        assert [row["messages"][0]["content"] for row in components.rows("train", app.form)] == [SHORT]
+        assert [row["messages"][0]["content"] for row in components.rows("train", "rl")] == [SHORT]
         assert components.workflow(len).max_length == 256
 
 

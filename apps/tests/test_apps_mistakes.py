@@ -1,11 +1,9 @@
 """Common mistakes on the command line and in files. Each ends the command before a server starts, with exit code 2 and
 one sentence that states the problem and the remedy."""
 
-import fcntl
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,10 +91,6 @@ def _flow(body: str) -> tuple[object, ...]:
     return _set("rollout.workflow=flow.py:Flow", files={"flow.py": body})
 
 
-def _data(text: str, *more: str, name: str = "theirs.jsonl", command: tuple[str, ...] = GRPO) -> tuple[object, ...]:
-    return _set(f"data.path={name}", *more, files={name: text}, command=command)
-
-
 def _file(text: str) -> tuple[object, ...]:
     return _set("--config", "theirs.yaml", files={"theirs.yaml": text})
 
@@ -108,8 +102,7 @@ def _tool(*words: str, files: dict[str, str] | None = None) -> tuple[object, ...
 SETTINGS = {
     "typo": (*_set("totl_steps=3"), "Did you mean 'total_steps'?"),
     "typo-in-section": (*_set("rollout.max_stalness=1"), "Did you mean 'rollout.max_staleness'?"),
-    "unlike-all-in-its-section": (*_set("publish.directory=x"), "publish has route, adapter, timeout, "),
-    "of-another-section": (*_set("publish.path=x"), "Did you mean 'model.path'? publish has route, adapter"),
+    "of-another-section": (*_set("publish.path=x"), "Did you mean 'model.path'? publish has route, "),
     "nested-in-its-section": (*_set("rollout.temperature=0"), "Did you mean 'rollout.generation.temperature'?"),
     "foreign-name": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
     "typo-in-foreign-name": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
@@ -117,12 +110,8 @@ SETTINGS = {
         *_set("total_steps=twelve"),
         "expected a whole number, found 'twelve'. `--help total_steps` shows",
     ),
-    "not-a-float": (*_set("actor.optimizer.lr=fast"), "actor.optimizer.lr: expected a number, found 'fast'"),
     "not-a-boolean": (*_set("recover.resume=maybe"), "recover.resume: expected true or false, found 'maybe'"),
-    "empty-value": (*_set("total_steps="), "`--help total_steps` shows"),
-    "not-a-list": (*_set("rollout.generation.stop=3"), "`--help rollout.generation.stop` shows"),
     "value-for-section": (*_set("rollout=3"), "expected the settings in it, rollout.NAME=VALUE"),
-    "list-for-section": (*_set("rollout=[1]"), "`--help rollout` lists them"),
     "value-for-inner-section": (*_set("actor.optimizer=adam"), "actor.optimizer.NAME=VALUE"),
     "preset-of-section-without-presets": (*_set("data=word-problems"), "the settings in it, data.NAME=VALUE"),
     "value-for-options": (*_set("data.options=foo"), "`--help data.options` shows its type"),
@@ -135,18 +124,11 @@ SETTINGS = {
         "actor.micro_batch.max_tokens: expected at least",
     ),
     "outside-of-runs": (("gsm8k-grpo", "experiment=../x", "--dry-run"), {}, "experiment: expected a name without `..`"),
-    "negative": (*_set("data.batch_size=-1"), "expected at least 1, found -1"),
-    "negative-staleness": (*_set("rollout.max_staleness=-1"), "expected 0 (on-policy) or more, found -1"),
     "negative-name-in-two-sections": (
         *_set("actor.optimizer.lr=-1"),
         "actor.optimizer.lr: expected 0 or more, found -1",
     ),
-    "directory-that-is-a-file": (
-        *_set("run_dir=good.py", "--dry-run"),
-        "expected a directory that can be written (/",
-    ),
     "spaces": (*_set("total_steps", "=", "3"), "Leave out the spaces around =."),
-    "dtype": (*_set("actor.dtype=fp16"), "actor.dtype: expected one of float32, bfloat16, found 'fp16'"),
     "unknown-option-of-the-loss": (
         *_set("algorithm.loss.options.slop=1"),
         "dual_clip), found slop. Remove an option of another",
@@ -156,8 +138,6 @@ SETTINGS = {
         "algorithm.advantage.options: expected",
     ),
     "no-model": (("gsm8k-grpo", "model.path="), {}, "model.path: expected a Hugging Face directory or hub id"),
-    "no-reward-workers": (*_set("rollout.reward_workers=0"), "rollout.reward_workers: expected at least 1, found 0"),
-    "port-out-of-range": (*_set("rollout.port=99999"), "rollout.port: expected 0 (any free one) to 65535, found 99999"),
 }
 NAMES = {
     "data-set": (*_set("data.name=gsm9k"), "did you mean 'gsm8k'?"),
@@ -166,7 +146,6 @@ NAMES = {
     "preset": (*_set("algorithm=gropo"), "Did you mean 'grpo'?"),
     "recipe": (*_set("recipe=pretraind"), "Did you mean 'pretrained'?"),
     "tracker": (*_set("trackers=wandbb"), "did you mean 'wandb'?"),
-    "tracker-not-installed": (*_set("trackers=swanlab"), "install swanlab, or remove the tracker"),
     "launcher": (*_set("launcher=slrum"), "did you mean 'slurm'?"),
     "loss": (*_set("algorithm.loss.kind=clipp"), "did you mean 'clip'?"),
     "route": (*_set("publish.route=nccl"), "expected one of auto, shm, disk, broadcast, ipc, found 'nccl'"),
@@ -174,13 +153,9 @@ NAMES = {
 }
 ALLOCATIONS = {
     "server": (*_set("allocation=embeded:d1+fsdp:d1"), "did you mean 'embedded'?"),
-    "trainer": (*_set("allocation=embedded:d1+fspd:d1"), "did you mean 'fsdp'?"),
     "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "join components with `+`"),
-    "space": (*_set("allocation=embedded:d1 fsdp:d1"), "expected another dimension, '+', '|' or the end, found 'f'"),
-    "no-rank": (*_set("allocation=embedded:d1+fsdp:d0"), "expected a size of at least 1 for dimension 'd', found 0"),
     "no-size": (*_set("allocation=embedded"), "expected ':', found the end; example: embedded:d1+fsdp:d1"),
     "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
-    "two-trainers": (*_set("allocation=embedded:d1+fsdp:d1+fsdp:d1"), "give each its own name"),
     "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
     "servers-not-allowed": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
     "heads-of-a-model-not-built-yet": (
@@ -193,7 +168,6 @@ ALLOCATIONS = {
     ),
     "split-server": (*_set("allocation=embedded:t2+fsdp:d1"), "expected embedded:d1"),
     "split-trainer": (*_set("allocation=embedded:d1+fsdp:p2"), "Use for example fsdp:d2"),
-    "heads": (*_set("allocation=embedded:d1+fsdp:t2"), "must be divisible by t * c = 2"),
     "vllm-not-installed": (*_set("allocation=vllm:d1+fsdp:d1"), "pip install 'rl-inference[vllm]'"),
     "replicas": (*_set("allocation=embedded:d1+fsdp:d2", "data.batch_size=15"), "use 14 or 16"),
     "minibatches": (
@@ -208,13 +182,7 @@ CONFLICTS = {
     ),
     "group-of-one": (*_set("rollout.group_size=1"), "expected at least 2: a single completion is its own baseline"),
     "route-between-devices": (*_set("publish.route=ipc"), "expected shm on one host, or broadcast"),
-    "minibatches-of-examples": (*_set("actor.minibatches=4", command=SFT), "set data.batch_size to the size of a step"),
     "longer-than-the-context": (*_set("data.max_length=100000"), "expected at most 2048, the context of"),
-    "examples-too-long": (*_set("data.max_length=4"), "set data.overlong=drop to leave them out"),
-    "no-example-short-enough": (
-        *_set("data.max_length=4", "data.overlong=drop"),
-        "no example remains. Raise data.max_length",
-    ),
     "addresses-of-no-server": (
         *_set("rollout.server.addresses=[localhost:1]"),
         "rollout.server.addresses: expected a list of http://host:port, found ['localhost:1']",
@@ -223,64 +191,37 @@ CONFLICTS = {
 WORDS = {
     "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value"),
     "flag-misspelt": (*_set("--dryrun"), "Did you mean '--dry-run'?"),
-    "flag-of-hydra": (*_set("-cn", "theirs"), "'-cn': expected key=value, such as total_steps=20, --config FILE.yaml"),
-    "flag-of-hydra-in-full": (*_set("--config-name", "theirs"), "Did you mean '--config'?"),
     "flag-without-its-value": (*_set("--config"), "--config: expected one argument. `rl grpo --help`"),
-    "flag-with-another-value": (*_set("--cfg", "hydra"), "invalid choice: 'hydra' (choose from 'job')"),
-    "no-equals-sign": (*_set("total_steps"), "'total_steps': expected key=value"),
-    "colon": (*_set("total_steps:3"), "'total_steps:3': expected key=value"),
     "no-name": (*_set("=3"), "'=3': expected key=value"),
     "space-before-equals-sign": (*_set("total_steps =3"), "\"total_steps='...'\""),
-    "two-equals-signs": (*_set("total_steps=3=4"), "Quote a value that contains brackets, quotes or operators"),
     "bracket": (*_set("data.options=["), "quotes or operators: \"data.options='...'\""),
-    "quote": (*_set("data.path='x"), "quotes or operators: \"data.path='...'\""),
     "sweep": (*_set("total_steps=1,2"), "found several; write a list as total_steps=[A,B]"),
     "help-of-nothing": (*_set("--help", "rollot"), "Did you mean 'rollout'? Sections: model, data"),
-    "no-arguments": (("grpo",), {}, "rl grpo needs model.path=... (a Hugging Face"),
     "file-missing": (*_set("--config", "nowhere.yaml"), "`--cfg job` prints an example"),
-    "directory-for-a-file": (*_set("--config", "model"), "`--cfg job` prints an example"),
     "file-cut-off": (
         *_file("data: [1\n"),
         "theirs.yaml: expected a YAML file with settings, found: while parsing a flow",
     ),
-    "file-with-tabs": (*_file("data:\n\tpath: here\n"), "found character '\\t' that cannot start any token"),
     "file-of-a-list": (*_file("- total_steps\n"), "expected settings as `key: value`, found a list"),
     "file-with-a-typo": (*_file("totl_steps: 3\n"), "Did you mean 'total_steps'?"),
     "file-with-a-missing-reference": (*_file("seed: ${nothing}\n"), "Interpolation key 'nothing' not found"),
-    "file-with-a-value-for-a-section": (*_file("rollout: {generation: 3}\n"), "rollout.generation.NAME=VALUE"),
     "defaults-not-a-list": (*_file("defaults: 3\n"), "to be a list of files and of `section: preset`, found 3"),
     "defaults-missing-file": (*_file("defaults: [nothing]\n"), "nothing.yaml: expected a YAML file with settings"),
-    "defaults-unknown-preset": (*_file("defaults:\n- algorithm: gropo\n"), "Did you mean 'grpo'?"),
 }
 CODE = {
     "no-file": (*_reward("", "nowhere.py:f"), "nowhere.py'. Relative paths start in /"),
-    "no-module": (*_reward("", "nowhere:f"), "No module named 'nowhere'. Searched the current directory"),
     "no-name-in-it": (
         *_reward("from pathlib import Path\n" + REWARD + "    return 1\n", "theirs.py:reward"),
         "has no attribute 'reward'. It defines: f.",
     ),
     "name-misspelt": (*_reward("", "good.py:ff"), "Did you mean 'f'?"),
-    "syntax": (*_reward("def f(:\n"), "SyntaxError: invalid syntax (theirs.py, line 1)"),
     "import-ends-the-program": (*_reward("import sys\nsys.exit(3)\n"), "must not exit the program"),
     "no-function": (*_reward("f = 3\n"), "rollout.reward: expected a function, not a int"),
-    "returns-none": (*_reward(REWARD + "    pass\n"), "expected a number as reward, found NoneType"),
-    "returns-list": (*_reward(REWARD + "    return [1.0]\n"), "expected a number as reward, found list: [1.0]"),
-    "raises": (*_reward(REWARD + "    return 1 / 0\n"), "ZeroDivisionError: division by zero (/"),
-    "foreign-signature": (*_reward("def f(completions, **data):\n    return 1\n"), "docs/howto/reward.md"),
     "unknown-column": (
         *_reward(REWARD.replace("answer", "gold") + "    return 1\n"),
         "'gold'; it is called with (prompt, completion",
     ),
     "workflow-without-base-class": (*_flow("class Flow: pass\n"), "derived from one of RolloutWorkflow, AgentWorkflow"),
-    "workflow-with-other-constructor": (*_flow(FLOW + "    def __init__(self): pass\n"), "docs/howto/workflow.md"),
-    "workflow-without-episode": (
-        *_flow(FLOW + CONSTRUCTOR),
-        "without an implementation for abstract method 'arun_episode'",
-    ),
-    "workflow-with-other-arguments": (
-        *_flow(FLOW + CONSTRUCTOR + "    async def arun_episode(self, data): return []\n"),
-        "takes 2 positional arguments but 3 were given (/",
-    ),
     "workflow-not-async": (
         *_flow(FLOW + CONSTRUCTOR + "    def arun_episode(self, engine, data): return []\n"),
         "can't be used in 'await' expression (/",
@@ -288,26 +229,14 @@ CODE = {
 }
 DATA = {
     "no-file": (*_set("data.path=nowhere.jsonl"), "found nothing there; correct the path, which is relative to /"),
-    "empty": (*_data(""), "theirs.jsonl: expected examples in the split 'train', found none"),
-    "not-json": (*_data(_lines(*ROWS[:2]) + "rubbish\n"), "theirs.jsonl:3: expected one JSON object per line"),
-    "another-format": (*_data("messages,answer\n", name="theirs.csv"), "found the extension '.csv'; convert it"),
-    "no-parquet": (*_data("rubbish", name="theirs.parquet"), "write or download it again"),
-    "other-columns": (
-        *_data(_lines({"question": "1?", "answer": "2"})),
-        "select it with data.columns.messages=question",
-    ),
     "wrong-mapping": (*_set("data.columns.messages=question"), "set data.columns.messages to"),
     "mapping-of-a-generated-data-set": (
         *_set("data.name=word-problems", "data.columns.question=q"),
         "data.columns: expected none: data.name=word-problems has no renamable columns",
     ),
-    "empty-text": (*_data(_lines({"messages": " ", "answer": "2"})), "theirs.jsonl:1: messages: expected a text"),
-    "no-such-split": (*_set("data.test_split=validation"), "name another split (data.train_split, data.test_split)"),
-    "no-pairs": (*_data(_lines(*ROWS), command=DPO), "select it with data.columns.chosen=NAME"),
 }
 TOOLS = {
     "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),
-    "unknown-command": (("train",), {}, "train: there is no such command or app. `rl --help` lists them"),
     "no-command": ((), {}, "`rl --help` lists the arguments"),
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
     "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.run.app.App`, see docs/own-app.md"),
@@ -316,43 +245,17 @@ TOOLS = {
         *_tool("watch", "run", files=RUN | {"run/config.yaml": "seed: ["}),
         "config.yaml: expected",
     ),
-    "watch-no-such-prompt": (
-        *_tool("watch", "run", "--conversations", "--step", "1", "--prompt", "77"),
-        "expected completions, found none. `rollouts.every` selects",
-    ),
-    "no-run": (("status", "nowhere"), {}, "nowhere: expected the directory of a run (run_dir)"),
-    "show-no-step": (*_tool("show", "run", "--step", "9"), "`rollouts.every` selects the steps to save"),
-    "show-step-no-number": (*_tool("show", "run", "--step", "x"), "invalid int value: 'x'. `rl show --help`"),
     "show-none": (*_tool("show", "run", "-n", "0"), "expected a whole number of at least 1, found '0'"),
     "plot-unknown-metric": (*_tool("plot", "run", "--metric", "reward/men"), "found reward/men; similar: reward/mean"),
     "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "expected records of steps"),
     "report-of-no-run": (("report", "."), {}, "expected the directory of a run (run_dir), found none of its files"),
     "report-nowhere": (*_tool("report", "run", "-o", "nowhere/x.html"), "Choose another file with -o"),
-    "generate-no-checkpoint": (*_tool("generate", "run"), "A run saves one at its end and every checkpoint.every"),
     "generate-hub-id": (("generate", "me/none"), {}, "Download a model of the hub with `hf download`"),
-    "generate-device": (
-        ("generate", "model", "--device", "tpu"),
-        {},
-        "invalid choice: 'tpu' (choose from 'cpu', 'cuda')",
-    ),
-    "generate-temperature": (("generate", "model", "--temperature", "-1"), {}, "expected 0 (greedy) or 1e-4 to 1e4"),
-    "scale-no-number": (
-        *_tool("scale", "run", "rollout=two"),
-        "ROLE=COUNT, for example rollout=4, found 'rollout=two'",
-    ),
-    "scale-negative": (*_tool("scale", "run", "rollout=-1"), "ROLE=COUNT, for example rollout=4, found 'rollout=-1'"),
     "scale-of-a-finished-run": (
         *_tool("scale", "run", "rollout=2", files=RUN | {"run/finished": ""}),
         "expected an active run, found: finished",
     ),
-    "logs-of-an-unknown-process": (
-        *_tool("logs", "run", "actor-9", files=RUN | {"run/logs/actor-0.log": "said\n"}),
-        "no log of actor-9; available: actor-0",
-    ),
-    "logs-of-no-lines": (*_tool("logs", "run", "-n", "-3"), "expected a whole number of at least 1, found '-3'"),
     "watch-no-step": (*_tool("watch", "run", "--step", "7"), "supervised runs have none. `rl plot` and `rl report`"),
-    "demo": (("demo", "frozen"), {}, "rl demo frozen: expected one of broken-sync"),
-    "metrics": (("metrics", "reward/men"), {}, "Did you mean 'reward/mean'?"),
     "replay-nothing": (*_tool("replay", "run"), "Run with checkpoint.save_batches=true to keep them"),
     "replay-of-no-batch": (("replay", "good.py"), {}, "expected a run directory, or a file of its batches/"),
     "replay-no-step": (
@@ -360,23 +263,12 @@ TOOLS = {
         "no batch of step 3; the run saved batches of steps [1]",
     ),
 }
-DIRECTORIES = {
-    "file": (*_set(files={"run": "a file"}), "expected a directory that can be written"),
-    "not-writable": (*_set("run_dir=/proc/nowhere"), "Choose another run_dir"),
-    "of-a-finished-run": (*_set(files=RUN | {"run/finished": ""}), "contains an earlier run that cannot be resumed"),
-    "of-another-seed": (*_set("seed=2", files=RUN), "seed: expected 1, the seed of the run in"),
-    "settings-cut-off": (*_set(files=RUN | {"run/config.yaml": "seed: ["}), "delete the file to continue"),
-}
 MODELS = {
     "no-directory": (*_set("model.path=/nowhere"), "Give a directory written by `save_pretrained`"),
-    "hub-without-network": (*_set("model.path=Qwen/Qwen3-0.6B"), "`hf download Qwen/Qwen3-0.6B`"),
-    "file": (*_set("model.path=good.py"), "expected config.json, found a file"),
-    "template-nowhere": (*_set("model.chat_template=chatml"), "expected plain, or a file with a Jinja template"),
     "template-cut-off": (
         *_set("model.chat_template=theirs.jinja", files={"theirs.jinja": TEMPLATE}),
         "in commands, set `model.chat_template=FILE`",
     ),
-    "settings-cut-off": (*_set(files={"model/config.json": "{"}), "config.json cannot be read as JSON"),
     "unknown-model-type": (
         *_set(files={"model/config.json": '{"model_type": "lama"}'}),
         "found 'lama' (did you mean 'llama'?). Upgrade transformers if a newer version has this type",
@@ -384,12 +276,6 @@ MODELS = {
     "model-type-with-custom-code": (
         *_set(files={"model/config.json": '{"model_type": "theirs-1", "auto_map": {}}'}),
         "The model's own code (auto_map) is never run",
-    ),
-    "tokenizer-cut-off": (*_set(files={"model/tokenizer.json": "{"}), "tokenizer.json cannot be read as JSON"),
-    "tokenizer-of-nothing": (*_set(files={"model/tokenizer.json": "{}"}), "Copy or download it again"),
-    "weights-not-fetched": (
-        *_set(files={"model/model.safetensors": "version https://git-lfs.github.com/spec/v1\n"}),
-        "model.safetensors cannot be read as safetensors",
     ),
     "teacher-nowhere": (
         *_set("algorithm.kl.coef=0.1", "algorithm.kl.place=loss", "ref.path=/nowhere"),
@@ -405,7 +291,6 @@ TABLES = {
     "code": CODE,
     "data": DATA,
     "tools": TOOLS,
-    "directories": DIRECTORIES,
     "models": MODELS,
 }
 MISTAKES = {f"{table}-{name}": mistake for table, mistakes in TABLES.items() for name, mistake in mistakes.items()}
@@ -418,43 +303,28 @@ def test_mistake_is_reported_in_one_sentence_with_its_remedy(
     assert fragment in refused(words, files)
 
 
-def test_reward_model_as_policy_is_rejected(refused: Callable[..., str], model: Path) -> None:
-    settings = json.loads((model / "config.json").read_text()) | {"architectures": ["Qwen3ForSequenceClassification"]}
-
-    error = refused(GRPO, {"model/config.json": json.dumps(settings)})
-
-    assert "expected a model that generates text, found Qwen3ForSequenceClassification" in error
-
-
 @pytest.mark.parametrize(
-    "change", [{"architectures": ["BertForMaskedLM"]}, {"is_encoder_decoder": True}, {"architectures": ["BertModel"]}]
+    ("change", "fragment"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "(...ForCausalLM)."),
+        ({"is_encoder_decoder": True}, "(...ForCausalLM)."),
+        ({"architectures": ["BertModel"]}, "(...ForCausalLM)."),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "found Qwen3ForSequenceClassification"),
+    ],
 )
 def test_model_that_cannot_continue_a_prompt_is_rejected(
-    refused: Callable[..., str], model: Path, change: dict[str, object]
+    refused: Callable[..., str], model: Path, change: dict[str, object], fragment: str
 ) -> None:
     settings = json.loads((model / "config.json").read_text()) | change
 
-    assert "(...ForCausalLM)." in refused(GRPO, {"model/config.json": json.dumps(settings)})
-
-
-@pytest.mark.slow
-def test_hub_data_set_without_a_network_is_rejected(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-
-    assert "me/none: expected a directory, a file, or a data set of the hub" in refused(
-        (*GRPO, "data.path=me/none"), {}
-    )
+    assert fragment in refused(GRPO, {"model/config.json": json.dumps(settings)})
 
 
 @pytest.mark.parametrize(
     ("missing", "fragment"),
     [
-        ("config.json", "expected config.json, found chat_template.jinja"),
         ("tokenizer*", "expected a tokenizer (tokenizer.json) beside the weights"),
         ("*.safetensors", "expected weights (*.safetensors) beside config.json"),
-        ("chat_template.jinja", "model.chat_template=plain"),
     ],
 )
 def test_model_directory_without_a_file_is_rejected(
@@ -531,12 +401,6 @@ def test_shared_memory_of_another_user_is_rejected(refused: Callable[..., str], 
     assert f"{directory}: expected a private directory (mode 700)" in error
 
 
-def test_model_weights_cut_off_are_rejected(refused: Callable[..., str], tmp_path: Path) -> None:
-    os.truncate(tmp_path / "model" / "model.safetensors", 5000)
-
-    assert "truncated or damaged: its header implies 75608 bytes, found 5000" in refused(GRPO, {})
-
-
 def test_resuming_with_another_kind_of_model_is_rejected(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,25 +416,6 @@ def test_resuming_with_another_kind_of_model_is_rejected(
     assert "(or another run_dir), found 'model'" in error
 
 
-def test_run_directory_in_use_names_the_process(refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write("7 on here\n")
-        file.flush()
-
-        assert "is in use by process 7 on here. Wait for its end, stop it, or choose" in refused(GRPO, {})
-
-
-def test_port_in_use_names_the_process(refused: Callable[..., str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-
-        assert f"port {port} is in use by process {os.getpid()}" in refused((*GRPO, f"rollout.port={port}"), {})
-
-
 def test_slurm_that_does_not_respond_is_reported(
     refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,19 +426,3 @@ def test_slurm_that_does_not_respond_is_reported(
     error = refused((*GRPO, "launcher=slurm"), {})
 
     assert "sinfo failed: no controller. Run this on a machine where `sinfo` lists" in error
-
-
-@pytest.mark.parametrize(
-    ("setting", "available"), [("cluster.device=cuda", "found 0"), ("cluster.devices=8", "at most 0")]
-)
-def test_more_gpus_than_available_is_rejected(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, setting: str, available: str
-) -> None:
-    monkeypatch.setattr("rl_launchers.local.scheduler.visible_gpus", lambda _: [])
-
-    assert available in refused((*GRPO, setting), {})
-
-
-def test_mistakes_are_at_least_fifty_and_distinct() -> None:
-    mistakes = [(words, tuple(files.items())) for words, files, _ in MISTAKES.values()]
-    assert len(mistakes) == len({*mistakes}) >= 50

@@ -34,10 +34,9 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("app", ["gsm8k-sft", "gsm8k-grpo"])
-def test_hub_id_in_the_cache_trains_and_saves(hub, tmp_path, app):
+def test_hub_id_in_the_cache_trains_and_saves(hub, tmp_path):
     run_dir = tmp_path / "run"
-    command = [str(BIN / app), "model.path=me/tiny", f"run_dir={run_dir}", *FEW]
+    command = [str(BIN / "gsm8k-grpo"), "model.path=me/tiny", f"run_dir={run_dir}", *FEW]
     environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

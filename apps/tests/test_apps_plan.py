@@ -77,10 +77,6 @@ NO_RAY = "launcher.options.address=127.0.0.1:1"
             ["launcher=slurm", TWO_NODES[0]],
             ["1 core each (cluster.cores sets the number of cores per node) on 2 nodes"],
         ),
-        (
-            ["launcher=ray", NO_RAY, TWO_NODES[0]],
-            ["1 core each (cluster.cores sets the number of cores per node) on 2 nodes"],
-        ),
     ],
 )
 def test_dry_run_of_each_launcher_needs_no_cluster_and_no_gpu(

@@ -88,7 +88,6 @@ def test_splits_whose_trainer_exceeds_memory_are_left_out(
         ("[1]", "expected keys"),
         ("speed: 3", "found 'speed'"),
         ("train_tokens_per_s: fast", "expected a number"),
-        ("decode: {1: 100}", "two or more"),
     ],
 )
 def test_invalid_rates_file_exits_with_an_error(

@@ -16,7 +16,6 @@ from rl_trainers.algorithms.objective import make_policy_loss
 from rl_trainers.algorithms.proximal import PROXIMALS
 
 PRESETS = sorted(path.stem for path in (Path(compose.CONF) / "algorithm").glob("*.yaml"))
-QUICK = {"dapo", "distillation", "gspo", "ppo"}
 
 
 @functools.cache
@@ -28,42 +27,33 @@ TEACHER = {"distillation": ("ref.path=/models/teacher",)}
 """Teacher of each preset that has one."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
-)
-def test_preset_composes_and_its_loss_loads(name, tmp_path):
+@pytest.mark.parametrize("name", ["dapo", "distillation", "ppo"])
+def test_preset_written_to_yaml_composes_to_the_same_config(name, tmp_path):
     config = _grpo(f"algorithm={name}", "actor.minibatches=2", *TEACHER.get(name, ()))
-    make_policy_loss(config.algorithm, 2)
     (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
     assert APP.config(file=tmp_path / "config.yaml") == config
 
 
 @pytest.mark.slow
-def test_presets_are_different_algorithms():
+def test_presets_are_different_algorithms_whose_losses_load():
     algorithms = [_grpo(f"algorithm={name}", *TEACHER.get(name, ())).algorithm for name in PRESETS]
+    for algorithm in algorithms:
+        make_policy_loss(algorithm, 2)
     assert all(a != b for i, a in enumerate(algorithms) for b in algorithms[:i])
 
 
-@pytest.mark.parametrize("name", ["tis", "decoupled", "icepop", "geometric_mask", "sequence_mask", "m2po"])
+@pytest.mark.parametrize("name", ["tis", "geometric_mask", "m2po"])
 def test_preset_with_one_minibatch_recomputes_only_for_m2po(name):
     algorithm = _grpo(f"algorithm={name}").algorithm
     assert make_policy_loss(algorithm, 1).proximal is PROXIMALS["recompute" if name == "m2po" else "current"]
     assert make_policy_loss(algorithm, 2).proximal is PROXIMALS["recompute"]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # test_apps_preset_values.py tests the other presets
     ("name", "expected"),
     [
-        ("grpo", {"advantage.std": "group", "loss.clip_high": 0.28, "correction.cap": 2.0, "proximal": "auto"}),
-        ("dr_grpo", {"advantage.std": "none", "aggregation.kind": "constant_length"}),
-        ("rloo", {"advantage.leave_one_out": True, "loss.kind": "importance"}),
-        ("gspo", {"ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
-        ("cispo", {"loss.kind": "cispo", "loss.clip_low": 1.0}),
-        ("m2po", {"mask.kind": "second_moment", "mask.threshold": 0.04, "correction.kind": "plain"}),
-        ("lite_ppo", {"advantage.std": "batch", "aggregation.kind": "token_mean"}),
         ("gdpo", {"advantage.kind": "gdpo", "loss.kind": "clip"}),
         ("maxrl", {"advantage.std": "mean", "loss.kind": "clip"}),
-        ("icepop", {"correction.kind": "mask", "correction.floor": 0.5, "correction.cap": 5.0}),
     ],
 )
 def test_preset_has_the_settings_of_its_paper(name, expected):
@@ -93,13 +83,6 @@ def test_docs_list_the_correction_of_each_preset():
     }
 
 
-def test_single_setting_of_a_preset_can_be_overridden():
-    expected = _grpo("algorithm=dapo").algorithm
-    expected.loss.clip_high, expected.loss.options, expected.reward.overlong_cache = 0.5, {"dual_clip": 3.0}, 9
-    overrides = ("algorithm.loss.clip_high=0.5", "algorithm.loss.options.dual_clip=3.0")
-    assert _grpo("algorithm=dapo", *overrides, "algorithm.reward.overlong_cache=9").algorithm == expected
-
-
 def test_overlong_penalty_follows_the_length_limit():
     assert _grpo("algorithm=dapo", "rollout.generation.max_new_tokens=50").algorithm.reward.overlong_max == 50
 
@@ -107,14 +90,11 @@ def test_overlong_penalty_follows_the_length_limit():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("rollout.group_size=1", "rollout.group_size with algorithm.advantage.kind=outcome .*: expected at least 2"),
         (
             "algorithm.reward.overlong_max=64 algorithm.reward.overlong_cache=8",
             "overlong_max: expected at most rollout.generation.max_new_tokens=32",
         ),
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef with algorithm.kl.place=none"),
-        ("algorithm.kl.plaec=loss", "Did you mean 'algorithm.kl.place'"),
-        ("critic.clip=-1", "critic.clip"),
         ("critic.lr=1e-4", "critic with algorithm.advantage.kind=outcome: expected the defaults"),
         ("ref.path=/models/teacher", "ref.path with algorithm.kl.place=none: expected no path"),
         (
@@ -130,7 +110,6 @@ def test_overlong_penalty_follows_the_length_limit():
                 "return algorithm.reward.scale=2",
             )
         ),
-        ("rollout.endpoint.discount=0", r"rollout.endpoint.discount: expected in \(0, 1\]|endpoint.discount"),
         ("algorithm=distillation", "ref.path with algorithm.reward.scale=0: expected a teacher"),
     ],
 )
@@ -151,22 +130,6 @@ def test_reference_has_no_optimizer_and_critic_its_own_rate():
     assert config.actor.optimizer.lr != 0.5
     assert config.critic_spec().head == "value"
     assert config.finetune_spec().head == "lm"
-
-
-def _reject(capsys, *arguments):
-    assert main("gsm8k-grpo", list(arguments)) == 2
-    return capsys.readouterr().err
-
-
-def test_unknown_policy_loss_is_rejected_before_start(capsys):
-    assert "unknown name 'clipp'; did you mean 'clip'?" in _reject(capsys, "algorithm.loss.kind=clipp")
-
-
-def test_missing_reference_model_is_rejected_before_start(capsys):
-    arguments = ("algorithm=reinforce_pp", "ref.path=/nowhere/model")
-    message = _reject(capsys, *arguments)
-    assert "ref.path /nowhere/model: expected config.json, found nothing there" in message
-    assert "there is no such directory" in message
 
 
 def test_dry_run_names_the_models_besides_the_policy(capsys, tmp_path):

@@ -172,14 +172,6 @@ def test_report_of_run_without_records_is_written(tmp_path) -> None:
     assert (run_data["curves"], run_data["completions"], run_data["events"], run_data["total_steps"]) == ({}, [], [], 3)
 
 
-def test_report_of_no_run_or_to_unwritable_file_reports_error(tmp_path, capsys) -> None:
-    assert main.main(["report", str(tmp_path)]) == 2
-    assert "expected the directory of a run" in capsys.readouterr().err
-    (tmp_path / "config.yaml").touch()
-    assert main.main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
-    assert "page.html is not writable" in capsys.readouterr().err
-
-
 # ---- during a run
 
 
@@ -342,8 +334,10 @@ def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
-    probe = _probe(make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4), tmp_path)
+def test_browser_opens_page_of_long_run_with_labeled_charts(tmp_path) -> None:
+    run = make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4)
+
+    probe = _probe(run, tmp_path)
 
     assert probe["lines"] == []
     assert probe["requests"] in ([], ["data:,"])
@@ -351,16 +345,8 @@ def test_browser_opens_page_of_long_run_within_one_second(tmp_path) -> None:
     assert probe["cards"] == 10
     assert probe["completions"] >= 40
     assert probe["ms"] < 1000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_browser_charts_have_text_alternatives(tmp_path) -> None:
-    run = make_run(tmp_path / "run", steps=3)
-
-    charts = _probe(run, tmp_path)["charts"]
-
     first, *_, last = (json.loads(line)["length/mean"] for line in (run / "metrics.jsonl").read_text().splitlines())
-    assert {role for role, _ in charts} == {"img"}
-    assert f"Length (tokens): length/mean {first:.4g} at step 1, {last:.4g} at step 3" in [label for _, label in charts]
-    assert all(re.search(r"\w .+ at step 1, .+ at step \d", label) for _, label in charts)
+    assert {role for role, _ in probe["charts"]} == {"img"}
+    labels = [label for _, label in probe["charts"]]
+    assert f"Length (tokens): length/mean {first:.4g} at step 1, {last:.4g} at step 90" in labels
+    assert all(re.search(r"\w .+ at step \d+, .+ at step \d", label) for label in labels)

@@ -67,7 +67,6 @@ def test_plot_without_metric_draws_the_reward(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--metric", "reward"], "--metric: expected a metric of these runs, found reward; similar: reward/mean"),
         (["-o", "curve.xyz"], "-o: expected a file name that ends with one of"),
         (["-o", "no/curve.png"], "curve.png is not writable"),
     ],
@@ -93,9 +92,3 @@ def test_plot_to_file_without_matplotlib_reports_error(tmp_path, capsys, monkeyp
     assert main.main(["plot", str(make_run(tmp_path / "run")), "-o", str(tmp_path / "curve.png")]) == 2
 
     assert "matplotlib, which is not installed. Run `pip install 'rl-apps[plot]'`" in capsys.readouterr().err
-
-
-def test_plot_of_run_without_records_reports_error(tmp_path, capsys) -> None:
-    (tmp_path / "config.yaml").touch()
-    assert main.main(["plot", str(tmp_path)]) == 2
-    assert "expected records of steps, found none so far" in capsys.readouterr().err

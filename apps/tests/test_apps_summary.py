@@ -63,7 +63,7 @@ def test_next_command_runs_in_the_current_directory(tmp_path, monkeypatch):
     assert (BIN / "math-agent").is_file()
 
 
-@pytest.mark.parametrize("name", ["run", "a b", "é (1)", "a,b", "it's", "a=b"])
+@pytest.mark.parametrize("name", ["run", "é (1), b", "it's a=b"])
 def test_next_command_quotes_any_directory(tmp_path, name):
     directory = tmp_path / name
     directory.mkdir()

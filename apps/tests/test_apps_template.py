@@ -30,7 +30,7 @@ def base_model(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("app", ["gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo"])
+@pytest.mark.parametrize("app", ["gsm8k-grpo", "gsm8k-sft"])
 def test_model_without_a_chat_template_is_rejected(base_model, capsys, app):
     assert main(app, [f"model.path={base_model}", "--dry-run"]) == 2
     captured = capsys.readouterr()
@@ -50,7 +50,6 @@ def test_chat_template_that_is_no_file_is_rejected(base_model, capsys):
 @pytest.mark.parametrize(
     ("broken", "content", "remedy"),
     [
-        ("model/tokenizer.json", b'{"version": "1.0", ', "Copy or download it again"),
         ("model/tokenizer_config.json", b"", "Copy or download it again"),
         ("model/tokenizer.json", b"{}", "Copy or download it again"),
         ("run/config.yaml", b"seed: [1", "delete the file to continue"),

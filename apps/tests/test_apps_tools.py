@@ -63,7 +63,7 @@ def _record(directory: Path, step: int, rest: str = "") -> None:
         file.write(json.dumps({"step": step, "version": step}) + "\n" + rest)
 
 
-def test_status_of_running_run_lists_workers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_running_run_lists_workers_but_no_key(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _record(run, 7)
     (run / "recover" / "step_6").mkdir(parents=True)
     (run / "recover" / "step_6" / "manifest.json").write_text('{"files": {}}')
@@ -75,14 +75,10 @@ def test_status_of_running_run_lists_workers(run: Path, capsys: pytest.CaptureFi
     assert "step 7, version 7, 0:00:0" in out
     assert "rollout-0" in out
     assert "actor-0" in out
-
-
-def test_status_as_json_has_all_fields_but_no_key(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["status", str(run), "--json"]) == 0
     info = json.loads(capsys.readouterr().out)
-    assert info["state"] == "running"
+    assert (info["state"], info["step"]) == ("running", 7)
     assert [worker["name"] for worker in info["workers"]] == ["rollout-0", "actor-0"]
-    assert info["step"] == 0
     assert "RL_RUN_KEY" not in json.dumps(info)
 
 
@@ -197,7 +193,7 @@ def test_scale_waits_until_servers_are_ready(run: Path, capsys: pytest.CaptureFi
     assert "no server role 'actor'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["rollout", "=3", "rollout=many", "rollout=-1"])
+@pytest.mark.parametrize("target", ["=3", "rollout=-1"])
 def test_scale_rejects_invalid_target(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["scale", "anywhere", target]) == 2
     assert "ROLE=COUNT" in capsys.readouterr().err
@@ -232,17 +228,6 @@ def test_logs_follow_prints_new_lines_until_run_ends(tmp_path: Path) -> None:
     follower.join(30)
     assert not follower.is_alive()
     assert out.getvalue().startswith("==> actor-0 <==\nbefore\nafter\n")
-
-
-@pytest.mark.parametrize("name", ["status", "logs", "stop", "scale", "replay"])
-def test_help_lists_each_tool(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        main.main(["--help"])
-    assert exit_info.value.code == 0
-    assert f"\n  {name} " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main.main([name, "--help"])
-    assert "run" in capsys.readouterr().out
 
 
 def test_error_message_in_terminal_without_utf8_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,7 @@
 """Trial episode: workflow and reward run once before anything starts, and an error names the line of the mistake."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,6 @@ from rl_apps.run.app import Run
 from rl_apps.settings.device_layout import layout_of
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.models import make_tiny_model
-
-BIN = Path(sys.executable).parent
 
 USER_CODE = """
 import dataclasses
@@ -36,9 +32,6 @@ def foreign_signature(completions):
 def raises(prompt, completions, prompt_ids, completion_ids, **data):
     return data["gold"]  # missing column
 
-def returns_none(prompt, completions, prompt_ids, completion_ids, **data):
-    pass
-
 class Flow(RolloutWorkflow):
     def __init__(self, tokenizer, generation, reward, max_length):
         self.generation = generation
@@ -56,10 +49,6 @@ class MissingKey(Flow):
 class Single(Flow):
     async def arun_episode(self, engine, data):
         return (await self.trajectories(engine))[0]
-
-class Dicts(Flow):
-    async def arun_episode(self, engine, data):
-        return [{"input_ids": [1]}]
 
 class NotSerializable(Flow):
     async def arun_episode(self, engine, data):
@@ -149,18 +138,12 @@ def test_trial_episode_of_working_code_prints_nothing(model, tmp_path):
     ("override", "message", "line"),
     [
         ("rollout.reward=my_parts:raises", "KeyError: 'gold'", "missing column"),
-        ("rollout.reward=my_parts:returns_none", "expected a number as reward, found NoneType", "def returns_none"),
         ("rollout.reward=my_parts:foreign_signature", "unexpected keyword argument 'answer'", "def foreign_signature"),
         ("rollout.workflow=my_parts:MissingKey", "KeyError: 'missing'", "no such key"),
         ("rollout.workflow=my_parts:FailingAgent", "FailingAgent.run raised ZeroDivisionError", "division by zero"),
         ("rollout.workflow=my_parts:FailingWorld", "FailingWorld.step raised KeyError: 'ship'", "missing item"),
         ("rollout.workflow=my_parts:NotSerializable", "`info` of a trajectory", "class NotSerializable"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
-        (
-            "rollout.workflow=my_parts:Dicts",
-            "returned a list with one dict: expected Trajectory objects",
-            "class Dicts",
-        ),
         (
             "rollout.workflow=my_parts:UnequalLengths",
             "arrays differ in length: .*'loss_mask': ",
@@ -251,6 +234,7 @@ def detached(terms):
         ),
         ("summed", "algorithm.loss: expected a pair"),
         ("detached", "algorithm.loss: the losses have no gradient"),
+        ("right", ""),
     ],
 )
 def test_custom_loss_is_called_before_start(model, tmp_path, capsys, monkeypatch, name, message):
@@ -259,21 +243,8 @@ def test_custom_loss_is_called_before_start(model, tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     arguments = (f"model.path={model}", "model.chat_template=plain", "--dry-run")
 
-    assert main("gsm8k-grpo", [f"algorithm.loss.kind=my_losses.py:{name}", *arguments]) == 2
+    assert main("gsm8k-grpo", [f"algorithm.loss.kind=my_losses.py:{name}", *arguments]) == (2 if message else 0)
     assert message.format(file=file) in capsys.readouterr().err
-    assert main("gsm8k-grpo", ["algorithm.loss.kind=my_losses.py:right", *arguments]) == 0
-
-
-@pytest.mark.slow
-def test_command_with_a_mistake_in_a_reward_starts_no_server(user_code, model, tmp_path):
-    command = [str(BIN / "gsm8k-grpo"), "rollout.reward=my_parts:raises", "run_dir=run", f"model.path={model}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-
-    assert done.returncode == 2
-    assert f"({user_code}:{_line('missing column')})" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "starting" not in done.stdout
-    assert not list((tmp_path / "run" / "logs").glob("rollout-*"))
 
 
 @pytest.mark.parametrize(("wrong", "code"), [(0, 0), (1, 0), (3, 2)])

@@ -59,23 +59,13 @@ def test_watch_prints_turns_with_tools_rewards_and_versions(tmp_path, capsys) ->
     ]
 
 
-@pytest.mark.parametrize("line_end", ["\u2028", "\x85"])
-def test_watch_shows_completion_with_unicode_line_end_whole(line_end, tmp_path, capsys) -> None:
-    save(
-        tmp_path, "step_1-0", {"prompt": "one?", "completion": f"no{line_end}!", "version_first": 0, "version_last": 0}
-    )
+def test_watch_without_turns_shows_prompt_and_whole_completion(tmp_path, capsys) -> None:
+    completion = "no\u2028\x85!"
+    save(tmp_path, "step_1-0", {"prompt": "one?", "completion": completion, "version_first": 0, "version_last": 0})
 
     assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
 
-    assert re.search(r"completion \(v0\): no\S+!\n\n$", capsys.readouterr().out)
-
-
-def test_watch_without_turns_shows_prompt_and_completion(tmp_path, capsys) -> None:
-    save(tmp_path, "step_1-0", {"prompt": "one?", "completion": "no", "version_first": 0, "version_last": 0})
-
-    assert main.main(["watch", str(tmp_path), "--conversations"]) == 0
-
-    assert capsys.readouterr().out.splitlines()[1:3] == ["prompt: one?", "completion (v0): no"]
+    assert re.search(r"\nprompt: one\?\ncompletion \(v0\): no\S+!\n\n$", capsys.readouterr().out)
 
 
 def test_watch_options_select_steps_evaluations_and_examples(tmp_path, capsys) -> None:

@@ -43,10 +43,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3},
     "Cohere": {"logit_scale": 0.25},
     "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-    "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "StableLm": {},
-    "Falcon": {},
-    "Mamba": {},
 }
 
 

@@ -6,20 +6,8 @@ from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_eng
 from rl_contracts.batch.trajectory import select
 
 
-def test_forward_of_single_sequence_equals_batch_bitwise(tmp_path):
+def test_logprobs_of_batch_single_sequence_and_training_are_bitwise_equal(tmp_path):
     engine, batch = make_engine(make_model(tmp_path), micro_batch=10_000, deterministic=True), make_batch()
-    try:
-        expected = engine.forward(batch, logprobs_of)
-        for index in range(len(batch)):
-            actual = engine.forward(select(batch, [index]), logprobs_of)[0]
-            assert torch.equal(expected[index, : len(actual)], actual)
-    finally:
-        engine.destroy()
-
-
-def test_train_batch_logprobs_equal_forward_bitwise(tmp_path):
-    engine, batch = make_engine(make_model(tmp_path), micro_batch=10_000, deterministic=True), make_batch()
-    batch["forward"] = engine.forward(batch, logprobs_of)
     differences = []
 
     def comparing(outputs, packed):
@@ -27,6 +15,10 @@ def test_train_batch_logprobs_equal_forward_bitwise(tmp_path):
         return loss_fn(outputs, packed)
 
     try:
+        expected = batch["forward"] = engine.forward(batch, logprobs_of)
+        for index in range(len(batch)):
+            actual = engine.forward(select(batch, [index]), logprobs_of)[0]
+            assert torch.equal(expected[index, : len(actual)], actual)
         engine.train_batch(batch, comparing, loss_weight_fn)
     finally:
         engine.destroy()

@@ -55,10 +55,7 @@ def plain_values(model, batch, head):
     return torch.stack(padded_values)
 
 
-@pytest.mark.parametrize("head", ["value", "score"])
-@pytest.mark.parametrize(
-    "family", ["Qwen3", "Gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Mistral"))]
-)
+@pytest.mark.parametrize(("family", "head"), [("Qwen3", "value"), ("Gemma2", "score")])
 def test_forward_of_scalar_head_equals_plain_transformers(family, head, tmp_path):
     path, batch = make_classifier(tmp_path, family), make_batch()
     expected = plain_values(plain_model(path), batch, head).detach()
@@ -69,34 +66,7 @@ def test_forward_of_scalar_head_equals_plain_transformers(family, head, tmp_path
     assert (expected[batch["attention_mask"]] != 0).sum() >= batch["attention_mask"].sum() - len(batch)
 
 
-def test_forward_of_critic_depends_only_on_previous_tokens(classifier):
-    engine, batch = make_engine(classifier, head="value"), make_batch()
-    changed = batch.clone()
-    changed["input_ids"][:, 2] = (batch["input_ids"][:, 2] + 1) % (VOCABULARY - 1)
-
-    before, after = engine.forward(batch, values_of), engine.forward(changed, values_of)
-
-    assert (before[:, 0] == 0).all()
-    assert torch.equal(before[:, :3], after[:, :3])
-    has_token_3 = batch["attention_mask"].sum(-1) > 3
-    assert (before[has_token_3, 3] != after[has_token_3, 3]).all()
-
-
-def test_score_at_last_token_equals_transformers_with_padding(classifier):
-    batch = make_batch()
-    last = batch["attention_mask"].sum(-1) - 1
-    batch["input_ids"][:] %= VOCABULARY - 1
-    padded = batch["input_ids"].where(batch["attention_mask"], VOCABULARY - 1)
-    with torch.no_grad():
-        expected = plain_model(classifier)(padded, attention_mask=batch["attention_mask"].long()).logits[:, 0]
-
-    actual = make_engine(classifier, head="score").forward(batch, values_of)
-
-    torch.testing.assert_close(actual[torch.arange(len(batch)), last], expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("head", ["value", "score"])
-def test_train_batch_equals_one_step_of_plain_torch(head, classifier):
+def test_train_batch_of_critic_equals_one_step_of_plain_torch(classifier):
     batch, model = make_batch(), plain_model(classifier)
     optimizer = torch.optim.AdamW(
         [
@@ -107,12 +77,12 @@ def test_train_batch_equals_one_step_of_plain_torch(head, classifier):
         betas=(0.9, 0.95),
         eps=EPS,
     )
-    errors = (plain_values(model, batch, head) - batch["advantages"]).square() * batch["loss_mask"]
+    errors = (plain_values(model, batch, "value") - batch["advantages"]).square() * batch["loss_mask"]
     loss = errors.sum() / batch["loss_mask"].sum()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
-    engine = make_engine(classifier, head=head, micro_batch=30)
+    engine = make_engine(classifier, head="value", micro_batch=30)
 
     result = engine.train_batch(batch, value_loss_fn, loss_weight_fn)
 
@@ -137,14 +107,6 @@ def test_scalar_head_has_zero_logprobs_and_entropy_without_gradient(classifier):
         for zeros in (logprobs, entropy):
             assert not zeros.requires_grad
             assert torch.equal(zeros, torch.zeros(tokens))
-
-
-def test_train_batch_of_critic_with_constant_loss_has_zero_gradient(classifier):
-    engine = make_engine(classifier, head="value")
-
-    result = engine.train_batch(make_batch(), lambda outputs, packed: (torch.tensor(3.0), {}), loss_weight_fn)
-
-    assert (result["grad_norm"], result["applied"]) == (0.0, 1.0)
 
 
 @pytest.mark.slow
@@ -260,35 +222,16 @@ def test_load_of_language_model_into_critic_is_rejected(language_model):
         engine.load(SaveLoadMeta(language_model))
 
 
-def test_load_state_of_critic_resumes_bitwise(classifier, tmp_path):
-    engine, state = make_engine(classifier, head="value"), SaveLoadMeta(str(tmp_path / "state"), kind="state")
-    engine.train_batch(make_batch(), value_loss_fn, loss_weight_fn)
-    engine.save(state)
-    expected = engine.train_batch(make_batch(seed=1), value_loss_fn, loss_weight_fn)
-
-    other = make_engine(classifier, head="value")
-    other.load(state)
-
-    assert other.train_batch(make_batch(seed=1), value_loss_fn, loss_weight_fn) == expected
-
-
 # ---- rejected models
 
 
-def test_classifier_with_head_lm_names_supported_heads(classifier):
+def test_head_that_does_not_fit_the_model_is_rejected(classifier, tmp_path):
     with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification.*head=value or head=score"):
         make_engine(classifier)
-
-
-def test_scalar_head_with_three_labels_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="found 3 labels"):
-        make_engine(make_classifier(tmp_path, num_labels=3), head="score")
-
-
-@pytest.mark.slow
-def test_scalar_head_with_family_without_classifier_is_rejected(tmp_path):
+        make_engine(make_classifier(tmp_path / "labels", num_labels=3), head="score")
     with pytest.raises(ModelError, match="cannot load the weights"):
-        make_engine(make_model(tmp_path, "Cohere"), head="value")
+        make_engine(make_model(tmp_path / "no-classifier", "Cohere"), head="value")
 
 
 def test_scalar_head_with_missing_decoder_weights_is_rejected(tmp_path):

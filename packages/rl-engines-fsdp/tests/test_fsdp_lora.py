@@ -47,26 +47,6 @@ def trained_engine(path, steps=3, **settings):
     return engine
 
 
-def test_adapters_before_first_step_do_not_change_outputs(model_path):
-    batch = make_batch()
-
-    actual = make_engine(model_path, lora=LORA).forward(batch, logprobs_of)
-
-    torch.testing.assert_close(actual, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
-
-
-def test_train_batch_with_lora_changes_only_adapters(model_path):
-    engine = make_engine(model_path, lora=LORA)
-    before = {name: value.detach().clone() for name, value in engine._model.own_parameters()}
-
-    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
-    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
-
-    changed = {name for name, value in engine._model.own_parameters() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if ".lora_" in name}
-    assert len(changed) == 2 * 2 * 7  # A and B of seven linear layers in each of two decoder layers
-
-
 def plain_loss(model, batch):
     """Compute the loss of a batch with a plain forward pass per sequence."""
     loss = torch.zeros(())
@@ -120,9 +100,10 @@ def test_adapter_updates_equal_plain_peft_and_torch(model_path, record_property)
 
 
 def test_target_modules_restrict_adapted_layers(model_path):
-    engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["q_proj", "v_proj"]))
+    engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["layers.1.self_attn.q_proj", "v_proj"]))
 
-    assert {name.split(".")[-2] for name in engine._model.adapters()} == {"q_proj", "v_proj"}
+    layers = ("layers.1.self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.self_attn.v_proj")
+    assert set(engine._model.adapters()) == {f"model.{layer}.weight" for layer in layers}
 
 
 @pytest.mark.slow
@@ -178,11 +159,13 @@ def test_adapter_after_loading_another_base_fails_base_check(model_path, tmp_pat
         BaseWeights(Path(model_path)).check(engine.adapter())
 
 
-def test_adapter_without_lora_or_with_scalar_head_is_none(model_path, tmp_path):
+def test_adapter_without_lora_or_with_scalar_head_is_none_or_rejected(model_path, tmp_path):
     plain = make_engine(model_path)
 
     assert (plain.adapter(), plain.adapter_specs(), plain.without_adapter()) == (None, (), None)
-    assert make_engine(make_classifier(tmp_path), lora=LORA, head="score").adapter() is None
+    with pytest.raises(ModelError, match="requires lora"):
+        plain.save(SaveLoadMeta(str(tmp_path / "new"), kind="adapter"))
+    assert make_engine(make_classifier(tmp_path / "model"), lora=LORA, head="score").adapter() is None
 
 
 def test_without_adapter_computes_with_base_weights(model_path):
@@ -195,19 +178,6 @@ def test_without_adapter_computes_with_base_weights(model_path):
     torch.testing.assert_close(without, make_engine(model_path).forward(batch, logprobs_of), atol=1e-6, rtol=1e-6)
     assert torch.equal(engine.forward(batch, logprobs_of), trained)
     assert (trained - without).abs().max() > 1e-2
-
-
-@pytest.mark.slow
-def test_save_hf_with_lora_saves_merged_weights(model_path, tmp_path):
-    engine, batch = trained_engine(model_path), make_batch()
-
-    engine.save(SaveLoadMeta(str(tmp_path / "merged")))
-
-    loaded = make_engine(str(tmp_path / "merged"))
-    assert weights_of(loaded).keys() == weights_of(make_engine(model_path)).keys()
-    torch.testing.assert_close(
-        loaded.forward(batch, logprobs_of), engine.forward(batch, logprobs_of), atol=2e-5, rtol=1e-5
-    )
 
 
 def test_save_adapter_loads_with_peft_on_the_base_model(model_path, tmp_path):
@@ -229,17 +199,6 @@ def test_save_adapter_loads_with_peft_on_the_base_model(model_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_load_adapter_restores_the_model(model_path, tmp_path):
-    engine, batch = trained_engine(model_path), make_batch()
-    engine.save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
-
-    other = make_engine(model_path, lora=LORA)
-    other.load(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
-
-    assert torch.equal(other.forward(batch, logprobs_of), engine.forward(batch, logprobs_of))
-
-
-@pytest.mark.slow
 def test_load_adapter_with_other_settings_names_the_setting(model_path, tmp_path):
     trained_engine(model_path, steps=0).save(SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter"))
     meta = SaveLoadMeta(str(tmp_path / "adapter"), kind="adapter")
@@ -250,23 +209,6 @@ def test_load_adapter_with_other_settings_names_the_setting(model_path, tmp_path
         make_engine(model_path, lora=LoRAConfig(4, 8.0, ["q_proj"])).load(meta)
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         make_engine(model_path, lora=LORA).load(SaveLoadMeta(model_path, kind="adapter"))
-
-
-def test_save_adapter_without_lora_is_rejected(model_path, tmp_path):
-    with pytest.raises(ModelError, match="requires lora"):
-        make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="adapter"))
-
-
-@pytest.mark.slow
-def test_load_state_with_lora_resumes_bitwise(model_path, tmp_path):
-    engine, state = trained_engine(model_path), SaveLoadMeta(str(tmp_path / "state"), kind="state")
-    engine.save(state)
-    expected = engine.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn)
-
-    other = make_engine(model_path, lora=LORA)
-    other.load(state)
-
-    assert other.train_batch(make_batch(seed=3), loss_fn, loss_weight_fn) == expected
 
 
 @pytest.mark.slow
@@ -292,11 +234,18 @@ def test_critic_with_lora_trains_head_and_adapter_loads_with_peft(tmp_path):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("modules", [["lm_head"], ["no_such_layer"], ["embed_tokens"]])
-def test_target_modules_that_cannot_be_adapted_are_rejected(modules, tmp_path):
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (["lm_head"], r"lora\.target_modules"),
+        (["embed_tokens"], r"lora\.target_modules"),
+        (["q_proj", "v_porj"], "found v_porj"),
+    ],
+)
+def test_target_modules_that_cannot_be_adapted_are_rejected(modules, message, tmp_path):
     path = make_model(tmp_path, "Llama")
 
-    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+    with pytest.raises(ConfigError, match=message):
         make_engine(path, lora=LoRAConfig(target_modules=modules))
 
 
@@ -345,20 +294,6 @@ def test_adapters_on_two_ranks_train_and_save_as_on_one_rank(model_path, tmp_pat
             base[name], *(adapter_only[matrix_name] for matrix_name in adapter.matrices(name)), scale
         )
         torch.testing.assert_close(merged_weight, published[name], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("modules", [["q_proj", "v_porj"], ["q_proj", "query_key_value"]])
-def test_target_module_that_matches_no_layer_is_rejected(model_path, modules):
-    with pytest.raises(ConfigError, match=f"found {modules[1]}"):
-        make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=modules))
-
-
-def test_lora_logs_adapted_layers(model_path, caplog):
-    caplog.set_level("INFO")
-    engine = make_engine(model_path, lora=LoRAConfig(rank=2, target_modules=["layers.1.self_attn.q_proj", "v_proj"]))
-
-    num_trained = sum(p.numel() for p in engine._model.parameters() if p.requires_grad)
-    assert f"adapted 3 layers (q_proj, v_proj) with {num_trained} trained parameters" in caplog.text
 
 
 @pytest.mark.slow

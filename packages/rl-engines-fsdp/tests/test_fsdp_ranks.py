@@ -92,8 +92,10 @@ def test_non_finite_gradients_on_one_rank_skip_the_step_on_both(two_ranks):
         assert not math.isfinite(report["exploding on rank 0"]["grad_norm"])
 
 
-def test_full_parameters_on_two_ranks_are_yielded_only_by_rank_0(two_ranks):
-    reports, tensors, _ = two_ranks
+def test_weights_on_two_ranks_are_yielded_saved_and_replaced(models, two_ranks):
+    from transformers import AutoModelForCausalLM
+
+    reports, tensors, out = two_ranks
     expected = with_prefix(tensors[0], "published.")
 
     actual = with_prefix(tensors[0], "yielded.")
@@ -103,6 +105,11 @@ def test_full_parameters_on_two_ranks_are_yielded_only_by_rank_0(two_ranks):
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert reports[1]["yielded"] == []
     assert with_prefix(tensors[1], "yielded.") == {}
+    saved = dict(AutoModelForCausalLM.from_pretrained(out / "hf").named_parameters())
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    original = weights_of(make_engine(str(models / "Qwen3")))
+    for rank in range(2):
+        assert_same_weights(with_prefix(tensors[rank], "reloaded."), original)
 
 
 def test_as_served_on_two_ranks_rounds_shards_temporarily(models, two_ranks):
@@ -131,49 +138,23 @@ def test_save_state_on_two_ranks_resumes_on_two_ranks_and_on_one(models, two_ran
     assert actual == pytest.approx(reports[0]["after saving"], rel=1e-5)
 
 
-def test_save_hf_on_two_ranks_loads_with_transformers(two_ranks):
-    from transformers import AutoModelForCausalLM
-
-    _, tensors, out = two_ranks
-
-    loaded = dict(AutoModelForCausalLM.from_pretrained(out / "hf").named_parameters())
-
-    for name, value in with_prefix(tensors[0], "published.").items():
-        assert torch.equal(loaded[name], value)
-
-
-def test_load_hf_on_two_ranks_replaces_the_weights_on_both(models, two_ranks):
-    _, tensors, _ = two_ranks
-
-    expected = weights_of(make_engine(str(models / "Qwen3")))
-
-    for rank in range(2):
-        assert_same_weights(with_prefix(tensors[rank], "reloaded."), expected)
-
-
-def test_errors_of_one_rank_are_raised_on_both(two_ranks):
+def test_error_on_one_rank_is_raised_on_both_in_seconds(two_ranks):
+    scenarios = {
+        "read_model on rank 0": "rank 0: ZeroDivisionError",
+        "read_config on rank 0": "rank 0: ZeroDivisionError",
+        "read_config on rank 1": "rank 1: ZeroDivisionError",
+        "hub_slices on rank 0": "rank 0: ZeroDivisionError",
+        "make_optimizer on rank 1": "rank 1: ZeroDivisionError",
+        "another buffer": "'model.another' has shape none in the directory and (2,) in the engine",
+        "a tensor missing while loading": "rank 0: KeyError: 'model.model.embed_tokens.weight'",
+    }
     for report in two_ranks[0]:
         assert "rank 1" in report["too long on rank 1"]
         assert "a micro-batch holds 2" in report["too long on rank 1"]
         assert "rank 0: ModelError" in report["broken model"]
-
-
-@pytest.mark.parametrize(
-    ("scenario", "message"),
-    [
-        ("read_model on rank 0", "rank 0: ZeroDivisionError"),
-        ("read_config on rank 0", "rank 0: ZeroDivisionError"),
-        ("read_config on rank 1", "rank 1: ZeroDivisionError"),
-        ("hub_slices on rank 0", "rank 0: ZeroDivisionError"),
-        ("make_optimizer on rank 1", "rank 1: ZeroDivisionError"),
-        ("another buffer", "'model.another' has shape none in the directory and (2,) in the engine"),
-        ("a tensor missing while loading", "rank 0: KeyError: 'model.model.embed_tokens.weight'"),
-    ],
-)
-def test_loading_error_on_one_rank_is_raised_on_both_in_seconds(two_ranks, scenario, message):
-    for report in two_ranks[0]:
-        assert message in report[scenario]
-        assert report[f"{scenario}, seconds"] < 30  # the timeout of the process group is minutes
+        for scenario, message in scenarios.items():
+            assert message in report[scenario]
+            assert report[f"{scenario}, seconds"] < 30  # the timeout of the process group is minutes
 
 
 def test_bfloat16_on_two_ranks_learns_and_engines_share_the_process_group(two_ranks):
@@ -200,15 +181,8 @@ def test_ranks_on_one_machine_listen_only_on_loopback(models):
     assert [output.splitlines()[-1] for output in outputs] == ["0100007F", "0100007F"]
 
 
-def test_read_environment_without_torchrun_is_one_process():
-    assert read_environment({}).world_size == 1
-
-
-def test_read_environment_with_missing_variable_names_it():
-    with pytest.raises(ConfigError, match="MASTER_PORT is missing"):
-        read_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"})
-
-
-def test_read_environment_with_non_integer_rank_is_rejected():
+def test_read_environment_with_missing_or_invalid_variable_is_rejected():
     with pytest.raises(ConfigError, match="must be integers"):
         read_environment({"WORLD_SIZE": "1", "RANK": "first", "LOCAL_RANK": "0"})
+    with pytest.raises(ConfigError, match="MASTER_PORT is missing"):
+        read_environment({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"})

@@ -90,19 +90,15 @@ def split(request, models, one_process, tmp_path_factory):
 
 @pytest.mark.guarantee("A step over tensor- or context-parallel ranks equals a step in one process.", area="layout")
 def test_train_batch_over_split_replicas_equals_one_process(split, one_process):
+    first = split[0][0]
     for report in split[0]:
+        assert [f["results"] for f in report["numerics"].values()] == [f["results"] for f in first["numerics"].values()]
         for family, family_report in report["numerics"].items():
             for step, expected in zip(family_report["results"], one_process[0][family], strict=True):
                 assert step == pytest.approx(expected, rel=BOUND, abs=1e-6)
             for quantity, difference in family_report.items():
                 if quantity != "results":
                     assert difference < BOUND, f"{family}: {quantity}"
-
-
-def test_train_batch_over_split_replicas_is_equal_on_all_ranks(split):
-    first, *other_reports = split[0]
-    for report in other_reports:
-        assert [f["results"] for f in report["numerics"].values()] == [f["results"] for f in first["numerics"].values()]
 
 
 def test_parallel_context_counts_replicas(split):
@@ -118,21 +114,19 @@ def weights_reports(split) -> list[dict]:
     return [report["weights"] for report in split[0]]
 
 
-def test_full_parameters_over_split_replicas_equal_one_process(split, one_process):
+def test_evaluation_and_exports_of_split_replicas_equal_one_process(split, one_process):
+    from transformers import AutoModelForCausalLM
+
     first, *other_reports = weights_reports(split)
 
     assert first["sums"] == one_process[0]["sums"]
     assert all(report["sums"] == {} for report in other_reports)
-
-
-def test_eval_and_forward_over_split_replicas_equal_one_process(split, one_process):
-    for report in weights_reports(split):
+    loaded = dict(AutoModelForCausalLM.from_pretrained(split[1] / "hf").named_parameters())
+    for name, value in one_process[0]["last weights"].items():
+        torch.testing.assert_close(loaded[name], value, atol=3e-6, rtol=1e-5)
+    for report in (first, *other_reports):
         assert report["evaluated"] == pytest.approx(one_process[0]["evaluated"], rel=BOUND)
         assert report["forward"] < 1e-5
-
-
-def test_clipping_over_split_replicas_equals_one_process(split, one_process):
-    for report in weights_reports(split):
         for actual, expected in zip(report["steps"], one_process[0]["steps"], strict=True):
             assert actual == pytest.approx(expected, rel=BOUND, abs=1e-6)
 
@@ -150,17 +144,6 @@ def test_state_of_split_replicas_resumes_there_and_on_one_process(split, one_pro
     assert engine.version == 7
     actual = engine.train_batch(make_batch(seed=2), loss_fn, loss_weight_fn)
     assert actual == pytest.approx(report["after saving"], rel=BOUND, abs=1e-6)
-
-
-def test_save_hf_over_split_replicas_equals_one_process(split, one_process):
-    from transformers import AutoModelForCausalLM
-
-    weights_reports(split)
-
-    loaded = dict(AutoModelForCausalLM.from_pretrained(split[1] / "hf").named_parameters())
-
-    for name, value in one_process[0]["last weights"].items():
-        torch.testing.assert_close(loaded[name], value, atol=3e-6, rtol=1e-5)
 
 
 def test_bfloat16_over_split_replicas_learns(split):

@@ -64,7 +64,7 @@ def uninterrupted(model_path, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupted", range(STEPS))
+@pytest.mark.parametrize("interrupted", [0, 2, STEPS - 1])  # the last follows the skipped step
 def test_run_resumed_before_any_step_ends_bitwise_equal(interrupted, model_path, uninterrupted):
     results, expected_state, states = uninterrupted
     torch.manual_seed(1234 + interrupted)  # as in a new process
@@ -109,13 +109,12 @@ def test_limit_of_skipped_steps_applies_across_a_resume(model_path, tmp_path, mo
 # ---- steps that cannot be applied
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_non_finite_loss_with_finite_gradients_skips_the_step(value, model_path):
+def test_non_finite_loss_with_finite_gradients_skips_the_step(model_path):
     engine = make_engine(model_path)
     before = weights_of(engine)
 
     result = engine.train_batch(
-        make_batch(), lambda outputs, packed: (outputs.logprobs.sum() + value, {}), loss_weight_fn
+        make_batch(), lambda outputs, packed: (outputs.logprobs.sum() + torch.nan, {}), loss_weight_fn
     )
 
     assert result["applied"] == 0.0

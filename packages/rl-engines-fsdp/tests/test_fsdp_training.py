@@ -12,7 +12,6 @@ from fsdp_toys import (
     weights_of,
 )
 
-from rl_contracts.batch.trajectory import pad_to, select
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.errors import EngineError
 
@@ -63,39 +62,14 @@ def test_train_batch_equals_one_step_of_plain_torch(model_path):
         torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-5, rtol=1e-5)
 
 
-def reordered(batch):
-    return select(batch, list(range(len(batch)))[::-1])
+def test_train_batch_with_recomputed_activations_equals_plain_step(model_path):
+    expected, expected_weights = one_step(model_path, make_batch())
 
-
-@pytest.mark.parametrize(
-    ("change", "settings"),
-    [
-        (lambda batch: batch, {"micro_batch": 19}),
-        (lambda batch: batch, {"micro_batch": 10_000}),
-        (reordered, {}),
-        (lambda batch: pad_to(batch, 40), {}),
-        (lambda batch: batch, {"max_logits": 61 * 5}),
-        (lambda batch: batch, {"gradient_checkpointing": True}),
-    ],
-    ids=["smallest micro-batches", "one micro-batch", "reversed", "more padding", "blocks", "checkpointing"],
-)
-def test_train_batch_does_not_depend_on_order_splitting_or_padding(change, settings, model_path):
-    expected, expected_weights = one_step(model_path, make_batch(), micro_batch=40)
-
-    actual, weights = one_step(model_path, change(make_batch()), **settings)
+    actual, weights = one_step(model_path, make_batch(), gradient_checkpointing=True)
 
     assert actual == pytest.approx(expected, rel=1e-5)
     for name, value in expected_weights.items():
         torch.testing.assert_close(weights[name], value, atol=2e-6, rtol=1e-5)
-
-
-def test_train_batch_repeated_lowers_the_loss(model_path):
-    engine, batch = make_engine(model_path, total_steps=8), make_batch()
-    batch["advantages"] = torch.ones_like(batch["advantages"])
-
-    losses = [engine.train_batch(batch, loss_fn, loss_weight_fn)["loss"] for _ in range(8)]
-
-    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_train_batch_in_bfloat16_has_float32_master_weights(model_path):
@@ -124,7 +98,6 @@ def test_train_batch_decays_matrices_but_neither_norms_nor_biases(tmp_path):
 
 
 def test_train_batch_with_constant_loss_has_zero_gradient(model_path):
-    result, _ = one_step(model_path, make_batch(), optimizer=OptimizerConfig(lr=0.0))
     engine = make_engine(model_path)
 
     result = engine.train_batch(make_batch(), lambda outputs, packed: (torch.tensor(3.0), {}), loss_weight_fn)
@@ -165,44 +138,6 @@ def test_train_batch_with_non_finite_gradients_skips_the_step(model_path):
     assert (after["applied"], after["lr"]) == (1.0, 1e-2 / 4)
 
 
-@pytest.mark.slow
-def test_train_batch_with_too_many_non_finite_steps_raises(model_path, monkeypatch):
-    monkeypatch.setattr("rl_engines_fsdp.engine.MAX_SKIPPED_STEPS", 2)
-    engine = make_engine(model_path)
-    for _ in range(2):
-        engine.train_batch(make_batch(), exploding, loss_weight_fn)
-    engine.train_batch(make_batch(), loss_fn, loss_weight_fn)  # resets the count
-    for _ in range(2):
-        engine.train_batch(make_batch(), exploding, loss_weight_fn)
-
-    with pytest.raises(EngineError, match="3 consecutive steps"):
-        engine.train_batch(make_batch(), exploding, loss_weight_fn)
-
-
-def test_train_batch_without_loss_tokens_raises_and_keeps_weights(model_path):
-    engine, batch = make_engine(model_path), make_batch()
-    before = weights_of(engine)
-    batch["loss_mask"][:] = False
-
-    with pytest.raises(EngineError, match="loss_mask"):
-        engine.train_batch(batch, loss_fn, loss_weight_fn)
-
-    assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
-
-
-def test_train_batch_without_sequences_raises(model_path):
-    with pytest.raises(EngineError, match="0 tokens"):
-        make_engine(model_path).train_batch(make_batch()[:0], loss_fn, lambda batch: torch.tensor(1.0))
-
-
-def test_train_batch_with_too_long_sequence_names_both_lengths(model_path):
-    batch = make_batch()
-    longest = int(batch["attention_mask"].sum(-1).max())
-
-    with pytest.raises(EngineError, match=rf"has {longest} tokens, but a micro-batch holds 4"):
-        make_engine(model_path, micro_batch=4).train_batch(batch, loss_fn, loss_weight_fn)
-
-
 def test_train_batch_without_optimizer_raises_but_forward_works(model_path):
     engine = make_engine(model_path, optimizer=None)
 
@@ -220,17 +155,6 @@ def test_train_batch_with_statistic_named_like_a_result_raises(model_path):
 
 
 # ---- evaluation, statistics, schedule
-
-
-def test_eval_batch_returns_the_training_loss(model_path):
-    engine = make_engine(model_path, micro_batch=30)
-    before = weights_of(engine)
-
-    evaluated = engine.eval_batch(make_batch(), loss_fn, loss_weight_fn)
-
-    trained = engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
-    assert evaluated == pytest.approx({name: trained[name] for name in ("loss", "entropy/mean", "logprob/max")})
-    assert before.keys() == weights_of(engine).keys()
 
 
 def test_eval_batch_statistic_with_zero_denominator_is_nan(model_path):
@@ -258,12 +182,11 @@ def test_learning_rate_warms_up_then_follows_its_schedule_to_the_last_step(sched
     assert config.rate(50, 10) == pytest.approx(least or 1.0)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_learning_rate_without_warmup_starts_at_the_peak(schedule):
-    config = OptimizerConfig(lr=2.0, schedule=schedule)
+def test_learning_rate_without_warmup_starts_at_the_peak():
+    for schedule in ("linear", "cosine"):
+        config = OptimizerConfig(lr=2.0, schedule=schedule)
 
-    assert config.rate(0, 5) == 2.0
-    assert config.rate(0, 1) == 2.0
+        assert config.rate(0, 5) == config.rate(0, 1) == 2.0
 
 
 @pytest.mark.parametrize(

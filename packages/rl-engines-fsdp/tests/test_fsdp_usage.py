@@ -16,7 +16,6 @@ from fsdp_toys import (
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
 
-from rl_contracts.errors import ConfigError
 from rl_contracts.models import cpu_matmul, usage
 from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.models.usage import attended_pairs, peak_flops
@@ -162,10 +161,8 @@ def test_stats_of_known_device_have_mfu_and_are_reset(tmp_path, monkeypatch):
     ("name", "dtype", "expected"),
     [
         ("NVIDIA H200", "bfloat16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
         ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5e12),
-        ("NVIDIA L40S", "bfloat16", 362e12),
         ("Some GPU", "bfloat16", None),
     ],
 )
@@ -173,11 +170,6 @@ def test_peak_flops_by_device_name(name, dtype, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
 
     assert peak_flops(torch.device("cuda"), dtype) == expected
-
-
-def test_offload_without_cuda_is_rejected(tmp_path):
-    with pytest.raises(ConfigError, match=r"offload=True .* device=cpu"):
-        make_engine(make_model(tmp_path), offload=True)
 
 
 @pytest.mark.gpu

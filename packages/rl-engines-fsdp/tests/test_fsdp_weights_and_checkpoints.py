@@ -20,17 +20,16 @@ def model_path(tmp_path_factory):
 # ---- publishing weights
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_full_parameters_have_hugging_face_names_and_served_dtype(dtype, model_path):
+def test_full_parameters_have_hugging_face_names_and_served_dtype(model_path):
     from transformers import AutoModelForCausalLM
 
-    engine = make_engine(model_path, serve_dtype=dtype)
+    engine = make_engine(model_path, serve_dtype="bfloat16")
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
 
     published = dict(engine.full_parameters())
 
     assert [spec.name for spec in engine.param_specs()] == list(published)
-    assert {spec.dtype for spec in engine.param_specs()} == {dtype}
+    assert {spec.dtype for spec in engine.param_specs()} == {"bfloat16"}
     for name, value in weights_of(engine).items():
         assert torch.equal(published[name], value)
     server_model = AutoModelForCausalLM.from_pretrained(model_path)
@@ -62,13 +61,10 @@ def test_as_served_computes_with_published_weights(model_path, tmp_path):
 # ---- Hugging Face directories
 
 
-@pytest.mark.parametrize(
-    "family", ["Qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "Gemma2"))]
-)
-def test_save_hf_loads_with_transformers_and_gives_the_same_logprobs(family, tmp_path):
+def test_save_hf_loads_with_transformers_and_gives_the_same_logprobs(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    engine = make_engine(make_model(tmp_path / "model", family))
+    engine = make_engine(make_model(tmp_path / "model", "Llama"))  # not tied; the conformance suite has a tied model
     engine.train_batch(make_batch(), loss_fn, loss_weight_fn)
     target = tmp_path / "saved"
 
@@ -112,74 +108,33 @@ def test_save_hf_in_several_files_has_an_index_and_loads(model_path, tmp_path, m
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(make_engine(str(target))).items())
 
 
-def test_save_into_nonempty_directory_is_rejected(model_path, tmp_path):
-    (tmp_path / "file.txt").write_text("content")
-
-    with pytest.raises(ModelError, match="empty directory"):
-        make_engine(model_path).save(SaveLoadMeta(str(tmp_path)))
-
-
-def test_save_with_error_leaves_no_files(model_path, tmp_path):
-    target = tmp_path / "saved"
+def test_save_that_is_rejected_or_fails_leaves_no_files(model_path, tmp_path):
+    engine, target = make_engine(model_path), tmp_path / "saved"
 
     with pytest.raises(ModelError, match="tokenizer"):
-        make_engine(model_path).save(SaveLoadMeta(str(target), tokenizer_path=str(tmp_path / "no tokenizer")))
+        engine.save(SaveLoadMeta(str(target), tokenizer_path=str(tmp_path / "no tokenizer")))
+    with pytest.raises(ModelError, match="'onnx'"):
+        engine.save(SaveLoadMeta(str(target), kind="onnx"))
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_load_hf_replaces_the_weights(model_path, tmp_path):
-    other = make_engine(make_model(tmp_path, seed=1))
-    engine = make_engine(model_path)
-
-    engine.load(SaveLoadMeta(str(tmp_path)))
-
-    expected = weights_of(other)
-    assert all(torch.equal(value, expected[name]) for name, value in weights_of(engine).items())
-
-
-def test_load_hf_of_another_model_names_the_first_difference(model_path, tmp_path):
-    with pytest.raises(ModelError, match="same model"):
-        make_engine(model_path).load(SaveLoadMeta(make_model(tmp_path, "Llama")))
+    (tmp_path / "file.txt").write_text("content")
+    with pytest.raises(ModelError, match="empty directory"):
+        engine.save(SaveLoadMeta(str(tmp_path)))
 
 
 # ---- states
 
 
-def test_load_state_resumes_bitwise(model_path, tmp_path):
-    engine = make_engine(model_path)
-    for seed in range(3):
-        engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn)
-    engine.version = 3
-    engine.save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-    expected = [engine.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3, 6)]
-    expected_draw = torch.rand(3)
+def test_load_of_another_kind_or_model_is_rejected(model_path, tmp_path):
+    engine, other = make_engine(model_path), make_model(tmp_path / "llama", "Llama")
+    make_engine(other).save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
-    other = make_engine(model_path)
-    other.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-
-    assert other.version == 3
-    assert [other.train_batch(make_batch(seed=seed), loss_fn, loss_weight_fn) for seed in range(3, 6)] == expected
-    assert torch.equal(torch.rand(3), expected_draw)
-    weights = weights_of(engine)
-    assert all(torch.equal(value, weights[name]) for name, value in weights_of(other).items())
-
-
-def test_load_state_from_hugging_face_directory_names_kind(model_path):
     with pytest.raises(ModelError, match="kind 'hf'"):
-        make_engine(model_path).load(SaveLoadMeta(model_path, kind="state"))
-
-
-def test_load_state_of_another_model_is_rejected(model_path, tmp_path):
-    make_engine(make_model(tmp_path / "llama", "Llama")).save(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-
+        engine.load(SaveLoadMeta(model_path, kind="state"))
+    with pytest.raises(ModelError, match="same model"):
+        engine.load(SaveLoadMeta(other))
     with pytest.raises(ModelError, match="does not match this model"):
-        make_engine(model_path).load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
-
-
-def test_save_of_unknown_kind_is_rejected(model_path, tmp_path):
-    with pytest.raises(ModelError, match="'onnx'"):
-        make_engine(model_path).save(SaveLoadMeta(str(tmp_path / "new"), kind="onnx"))
+        engine.load(SaveLoadMeta(str(tmp_path / "state"), kind="state"))
 
 
 def test_save_hf_omits_missing_model_code(tmp_path):

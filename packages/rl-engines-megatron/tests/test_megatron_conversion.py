@@ -26,11 +26,11 @@ def assert_same_bits(actual, expected):
         assert torch.equal(actual[name], tensor), name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("tp", "pp"), SPLITS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_of_every_family_and_split_is_bitwise_exact(family, tp, pp, tied):
-    config = toy_config(family, tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("family", "split", "tied"), zip(FAMILIES, SPLITS, [False, True] * 3, strict=True), ids=FAMILIES
+)
+def test_round_trip_of_every_family_and_split_is_bitwise_exact(family, split, tied):
+    config, (tp, pp) = toy_config(family, tie_word_embeddings=tied), split
     state = toy_state(config)
 
     back = from_megatron(shards_of(state, config, tp, pp), config, tp_size=tp, pp_size=pp)
@@ -74,8 +74,7 @@ def test_round_trip_of_any_head_and_group_count_is_bitwise_exact(
     assert_same_bits(back, state)
 
 
-@pytest.mark.parametrize(("tp", "pp"), SPLITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tp", "pp"), [("qwen2", 4, 1), ("qwen3", 1, 2), ("gemma2", 2, 2)])
 def test_to_megatron_uses_values_once_and_norms_once_per_tensor_rank(family, tp, pp):
     config = toy_config(family, vocab_size=32)  # no padding, so no zeros
     state = toy_state(config)
@@ -145,26 +144,6 @@ def test_to_megatron_splits_output_projections_by_columns():
         assert torch.equal(whole, state[f"model.layers.3.{hf_name}.weight"])
 
 
-def test_to_megatron_names_match_local_layer_spec():
-    names = set(to_megatron(toy_state(toy_config("qwen3")), toy_config("qwen3")))
-
-    layer = {
-        "input_layernorm.weight",
-        "self_attention.linear_qkv.weight",
-        "self_attention.q_layernorm.weight",
-        "self_attention.k_layernorm.weight",
-        "self_attention.linear_proj.weight",
-        "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    }
-    assert names == {f"decoder.layers.{i}.{name}" for i in range(4) for name in layer} | {
-        "embedding.word_embeddings.weight",
-        "decoder.final_layernorm.weight",
-        "output_layer.weight",
-    }
-
-
 def test_to_megatron_stages_number_layers_from_zero():
     config = toy_config("llama")
     state = toy_state(config)
@@ -229,13 +208,15 @@ def test_to_megatron_reads_only_tensors_of_the_stage():
     assert "model.embed_tokens.weight" not in read
 
 
-def test_to_megatron_accepts_equal_lm_head_of_tied_model():
+def test_to_megatron_accepts_only_equal_lm_head_of_tied_model():
     config = toy_config(tie_word_embeddings=True)
     state = toy_state(config)
 
     back = from_megatron([to_megatron(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, config)], config)
 
     assert_same_bits(back, state)
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        to_megatron(state | {"lm_head.weight": state["model.embed_tokens.weight"] + 1}, config)
 
 
 @pytest.mark.parametrize(
@@ -264,15 +245,6 @@ def test_to_megatron_with_injected_fault_names_parameter(inject, message):
     inject(state)
 
     with pytest.raises(ModelError, match=message):
-        to_megatron(state, config)
-
-
-def test_to_megatron_rejects_differing_lm_head_of_tied_model():
-    config = toy_config(tie_word_embeddings=True)
-    state = toy_state(config)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
-
-    with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         to_megatron(state, config)
 
 

@@ -119,10 +119,7 @@ def test_family_matches_transformers_and_its_weights_round_trip(models, ranks, l
     ("layout", "settings"),
     [
         pytest.param({}, {}, id="d1"),
-        pytest.param({"data": 2, "expert": 2}, {}, id="d2e2", marks=pytest.mark.nightly),
-        pytest.param({"tensor": 2}, {"sequence_parallel": True}, id="t2", marks=pytest.mark.nightly),
         pytest.param({"tensor": 2, "expert": 2}, {"sequence_parallel": True}, id="t2e2", marks=pytest.mark.nightly),
-        pytest.param({"pipeline": 2}, {}, id="p2", marks=pytest.mark.nightly),
         pytest.param({"pipeline": 2}, {"interleaved": 2}, id="p2-interleaved", marks=pytest.mark.nightly),
         pytest.param({"context": 2, "expert": 2}, {}, id="c2e2", marks=pytest.mark.nightly),
         pytest.param(

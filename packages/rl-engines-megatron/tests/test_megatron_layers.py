@@ -45,12 +45,6 @@ def test_matrices_of_layers_and_experts_use_the_same_implementation(implementati
     assert (experts.linear_fc1, experts.linear_fc2) == (column, row)
 
 
-def test_post_norm_is_part_of_the_row_parallel_projection():
-    row = layers.Matrices(SimpleNamespace(transformer_impl="local"), post_norms=True).row_parallel_linear()
-    assert issubclass(row, layers.PostNorm)
-    assert issubclass(row, RowParallelLinear)
-
-
 def test_router_uses_torch_even_with_transformer_engine_installed(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("TransformerEngine was called")

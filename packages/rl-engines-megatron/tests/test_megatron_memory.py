@@ -38,8 +38,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("route", ["shm", "broadcast"])
-@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(("layout", "route"), [({"tensor": 2}, "shm"), ({"pipeline": 2}, "broadcast")], ids=str)
 def test_publishing_takes_at_most_twice_the_largest_parameter(model, tmp_path, layout, route, record_property):
     assert (Path(model) / "model.safetensors").stat().st_size > 512 * MIB
 

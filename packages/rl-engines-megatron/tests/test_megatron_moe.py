@@ -38,9 +38,12 @@ def shards_of(state, config, tp, pp, ep, etp):
     ]
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize(("family", "dense"), [("qwen3_moe", ()), ("qwen3_moe", (1, 2)), ("mixtral", ())], ids=str)
-def test_conversion_round_trip_of_experts_is_bitwise_exact(family, dense, split):
+@pytest.mark.parametrize(
+    ("split", "family", "dense"),
+    [(split, *(("qwen3_moe", (1, 2)), ("mixtral", ()))[number % 2]) for number, split in enumerate(SPLITS)],
+    ids=str,
+)
+def test_conversion_round_trip_of_experts_is_bitwise_exact(split, family, dense):
     config = toy_config(family, mlp_only_layers=list(dense))
     state, (tp, pp, ep, etp) = toy_state(config), split
 
@@ -68,7 +71,6 @@ def test_to_megatron_expert_rank_holds_its_experts_and_whole_router():
     ("name", "place"),
     [
         ("router.weight", "tensor rank 2, pipeline stage 0"),
-        ("experts.local_experts.0.linear_fc1.weight", "tensor rank 2, pipeline stage 0"),
         ("experts.local_experts.1.linear_fc2.weight", "tensor rank 2, pipeline stage 0"),
     ],
 )
@@ -153,8 +155,7 @@ def no_loss(outputs, packed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [4096, 64])
-def test_auxiliary_loss_by_sequence_matches_transformers(tmp_path, tokens):
+def test_auxiliary_loss_by_sequence_matches_transformers(tmp_path):
     path = make_tiny_model(tmp_path, "qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     batch = make_batch(6, seed=3)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -165,7 +166,7 @@ def test_auxiliary_loss_by_sequence_matches_transformers(tmp_path, tokens):
     auxiliary = auxiliary / lengths(batch).sum()
     (0.5 * auxiliary).backward()
 
-    gradients, metrics = step_of(path, tokens, no_loss)
+    gradients, metrics = step_of(path, 64, no_loss)
 
     assert metrics["loss/aux"] == pytest.approx(auxiliary.item(), rel=1e-5)
     for layer in range(2):

@@ -21,14 +21,12 @@ RANKS = Path(__file__).parent / "megatron_resume_ranks.py"
 VOCABULARY = 259
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("model"), layers=2))  # its vocabulary is not a multiple of 128
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory):
-    return str(make_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=2))
+def make_model(directory, family):
+    """Save a model whose vocabulary is not a multiple of 128, and return its path."""
+    if family == "gemma3":
+        config, settings = MODELS["gemma3"]
+        return str(make_models(directory, {"gemma3": (config, settings | {"vocab_size": VOCABULARY})}) / "gemma3")
+    return str(make_tiny_model(directory, family, layers=2))
 
 
 def read(path):
@@ -42,39 +40,24 @@ def read(path):
             dist.destroy_process_group()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"tensor": 2}, {"pipeline": 2}),
-        ({"data": 2}, {}),
-        ({}, {"data": 2}),
-        ({"pipeline": 2}, {"context": 2}),
-    ],
-)
-def test_resume_in_other_layout_keeps_moments_and_losses(model, tmp_path, first, second):
-    resume(model, tmp_path, first, second)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("first", "second"), [({"data": 2, "expert": 2}, {}), ({"data": 2}, {"data": 2, "expert": 2})])
-def test_resume_of_moe_with_other_expert_layout(moe, tmp_path, first, second):
-    resume(moe, tmp_path, first, second)
-
-
 INTERLEAVED = {"pipeline": 2, "interleaved": 2}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("first", "second"), [({"tensor": 2}, INTERLEAVED), (INTERLEAVED, {"data": 2})])
-def test_resume_of_gemma_to_and_from_interleaved_stages(tmp_path, first, second):
-    family, settings = MODELS["gemma3"]
-    models = make_models(tmp_path / "models", {"gemma": (family, settings | {"vocab_size": VOCABULARY})})
-
-    resume(str(models / "gemma"), tmp_path, first, second)
-
-
-def resume(model, tmp_path, first, second):
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [
+        ("qwen3", {"tensor": 2}, {"pipeline": 2}),
+        ("qwen3", {"data": 2}, {}),
+        ("qwen3", {"pipeline": 2}, {"context": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}, {}),
+        ("qwen3_moe", {"data": 2}, {"data": 2, "expert": 2}),
+        ("gemma3", {"tensor": 2}, INTERLEAVED),
+        ("gemma3", INTERLEAVED, {"data": 2}),
+    ],
+)
+def test_resume_in_other_layout_keeps_moments_and_losses(tmp_path, family, first, second):
+    model = make_model(tmp_path / "model", family)
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     metric_files = [tmp_path / "one.json", tmp_path / "other.json"]
 

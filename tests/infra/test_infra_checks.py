@@ -30,13 +30,11 @@ def _script(name):
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [
-        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
-        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
         ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}, [["a", "b", "c"]]),
         ({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
         ({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"b"}}, [["a", "b", "c", "d"]]),
     ],
-    ids=["none", "pair", "triangle", "two pairs, one imports the other", "two cycles with a shared module"],
+    ids=["triangle", "two pairs, one imports the other", "two cycles with a shared module"],
 )
 def test_find_circles_returns_maximal_import_cycles(imports, expected):
     cycles = _script("import_circles").find_circles(imports)
@@ -45,7 +43,7 @@ def test_find_circles_returns_maximal_import_cycles(imports, expected):
 
 
 def _lint_imports(directory, contract):
-    (directory / "cyclic").mkdir()
+    (directory / "cyclic").mkdir(parents=True)
     (directory / "cyclic" / "__init__.py").write_text("")
     (directory / "cyclic" / "first.py").write_text("from cyclic.second import two\n\none = 1\n")
     (directory / "cyclic" / "second.py").write_text(
@@ -66,45 +64,32 @@ def _lint_imports(directory, contract):
     )
 
 
-def test_lint_imports_cycle_through_a_function_fails_with_both_lines(tmp_path):
-    done = _lint_imports(tmp_path, "")
+def test_lint_imports_cycle_fails_with_both_lines_unless_ignored(tmp_path):
+    done = _lint_imports(tmp_path / "reported", "")
+    ignored = _lint_imports(tmp_path / "ignored", 'ignore_imports = ["cyclic.second -> cyclic.first"]')
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "cyclic.first -> cyclic.second (l. 1)" in done.stdout
     assert "cyclic.second -> cyclic.first (l. 2)" in done.stdout
-
-
-def test_lint_imports_cycle_with_an_ignored_import_passes(tmp_path):
-    done = _lint_imports(tmp_path, 'ignore_imports = ["cyclic.second -> cyclic.first"]')
-
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert ignored.returncode == 0, ignored.stdout + ignored.stderr
 
 
 # ---- statements
 
 
-def test_statements_excludes_docstrings_and_layout():
-    count = _script("count_statements").statements
-
-    plain = "x = 1\nif x:\n    y = 2\n"
-    assert count(plain) == 3
-    assert count('"""Module docstring."""\nx = 1; y = (\n    2\n)\n"""Another string."""') == 2
-    assert count("def f():\n    '''Doc.'''\n    return 1\n") == 2
-
-
-def test_count_statements_prints_the_total_without_test_helpers(tmp_path):
+def test_count_statements_excludes_docstrings_layout_and_test_helpers(tmp_path):
     source = tmp_path / "packages" / "rl-one" / "src" / "rl_one"
     (source / "testing").mkdir(parents=True)
-    (source / "__init__.py").write_text("x = 1\ny = 2\n")
+    (source / "__init__.py").write_text('"""Module docstring."""\nx = 1; y = (\n    2\n)\n"""Another string."""')
     (source / "testing" / "fakes.py").write_text("not_counted = 1\n")
     apps = tmp_path / "apps" / "src" / "rl_apps"
     apps.mkdir(parents=True)
-    (apps / "main.py").write_text("z = 3\n")
+    (apps / "main.py").write_text("def f():\n    '''Doc.'''\n    return 1\n")
 
     command = [sys.executable, str(CI / "count_statements.py"), "--root", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
-    assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "3"]
+    assert done.stdout.splitlines()[-1].split()[:3] == ["total", "2", "4"]
 
 
 @pytest.mark.parametrize(("files", "code"), [(14, 0), (15, 1)])
@@ -130,8 +115,6 @@ def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
         "feat(rl-rewards): partial credit",
         "fix!: reject settings when they are resolved\n\nBecause.\n# a comment of git's\n",
         "Merge branch 'main' into mine",
-        'Revert "feat: more"',
-        "fixup! feat: more",
     ],
 )
 def test_commit_message_in_conventional_form_passes(message):
@@ -142,11 +125,9 @@ def test_commit_message_in_conventional_form_passes(message):
     ("message", "problem"),
     [
         ("Fixed the build", "found 'Fixed the build'"),
-        ("feature: more", "found 'feature: more'"),
         ("feat(RL Rewards): more", "optional scope"),
         ("feat: more.", "without a period"),
         ("feat:more", "found 'feat:more'"),
-        ("", "found ''"),
         ("feat: " + "x" * 67, "found 73"),
         ("feat: more\nand more", "empty line after the subject, found 'and more'"),
     ],
@@ -155,23 +136,22 @@ def test_commit_message_in_another_form_is_rejected(message, problem):
     assert problem in _script("commit_message").problem(message)
 
 
-def test_commit_message_hook_wrong_subject_exits_1(tmp_path):
-    for message, code in (("docs: how to add a reward\n", 0), ("wip\n", 1)):
-        (tmp_path / "COMMIT_EDITMSG").write_text(message)
-        command = [sys.executable, str(CI / "commit_message.py"), str(tmp_path / "COMMIT_EDITMSG")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == code
-        assert ("found 'wip'" in done.stderr) == bool(code)
-
-
-def test_commit_message_range_checks_each_commit(tmp_path):
+def test_commit_message_checks_a_file_or_each_commit_of_a_range(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
     for subject in ("docs: base", "docs: good", "wip"):
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
 
-    for commits, code in (("HEAD~2..HEAD~1", 0), ("HEAD~2..HEAD", 1)):
-        command = [sys.executable, str(CI / "commit_message.py"), "--range", commits]
+    (tmp_path / "good").write_text("docs: how to add a reward\n")
+    (tmp_path / "bad").write_text("wip\n")
+
+    for arguments, code in (
+        (["good"], 0),
+        (["bad"], 1),
+        (["--range", "HEAD~2..HEAD~1"], 0),
+        (["--range", "HEAD~2..HEAD"], 1),
+    ):
+        command = [sys.executable, str(CI / "commit_message.py"), *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == code
         assert ("found 'wip'" in done.stderr) == bool(code)
@@ -186,11 +166,8 @@ BANNED = "an" + "ew"
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.py", 'x = 1\n"""Number of tokens."""\n', None),
         ("a.py", f"# It is tried {BANNED}.\n", f"banned word {BANNED!r}"),
-        ("a.md", f"{BANNED.title()} it is tried.\n", f"banned word {BANNED.title()!r}"),
         ("a.py", 'x = 1\n"""What it is."""\n', "docstring begins with 'What'"),
-        ("a.py", 'def run():\n    """Of each."""\n', "docstring begins with 'Of'"),
         ("a.py", 'def run():\n    """Offline mode."""\n', None),
         ("a.py", f"def test_{'x' * 66}(): ...\n", "71 characters"),
         ("a.py", f"raise ValueError(f'{'word ' * 40}{{x}}')\n", "message of 41 words"),
@@ -218,16 +195,21 @@ def test_lint_language_banned_word_in_a_checked_folder_fails(tmp_path):
     assert (done.returncode, f"README.md:1: banned word {BANNED!r}" in done.stderr) == (1, True)
 
 
-def test_ci_scripts_are_listed_in_the_readme():
-    listed = (CI.parent / "README.md").read_text()
+def test_readme_of_infra_lists_every_script_and_image_file():
+    infra = CI.parent
+    listed = (infra / "README.md").read_text()
 
-    assert [path.name for path in CI.iterdir() if path.name != "__pycache__" and path.name not in listed] == []
+    files = [
+        path for pattern in ("release/*.py", "servers/*.py", "containers/Dockerfile.*") for path in infra.glob(pattern)
+    ]
+    files = [path for path in (*files, *CI.iterdir()) if path.suffix != ".dockerignore" and path.name != "__pycache__"]
+    assert [path.name for path in files if path.name not in listed] == []
 
 
 # ---- all of CI
 
 
-@pytest.mark.parametrize("failing", ["ruff check .", "infra/servers/build.py vllm", "pytest -q --all"])
+@pytest.mark.parametrize("failing", ["infra/servers/build.py vllm", "pytest -q --all"])
 def test_ci_stops_with_the_message_of_the_failed_command(tmp_path, failing):
     """CI must build the environment of the server before the tests; without it, server tests are skipped."""
     calls = tmp_path / "calls"
@@ -246,19 +228,18 @@ def test_ci_stops_with_the_message_of_the_failed_command(tmp_path, failing):
 # ---- declared dependencies
 
 
-@pytest.mark.parametrize(("declared", "code"), [(["numpy"], 0), ([], 1)])
-def test_lint_undeclared_dependency_in_a_function_is_reported(tmp_path, declared, code):
+def test_lint_undeclared_dependency_in_a_function_is_reported(tmp_path):
     (options,) = re.findall(r"deptry (src tests .*)\)", (CI / "lint.sh").read_text())
     for name in ("src", "tests"):
         (tmp_path / name).mkdir()
     (tmp_path / "src" / "own.py").write_text("def late():\n    import numpy\n")
-    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "own"\nversion = "1"\ndependencies = {declared}\n')
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "own"\nversion = "1"\ndependencies = []\n')
 
     deptry = [str(Path(sys.executable).parent / "deptry"), *options.split()]
     done = subprocess.run(deptry, cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    assert done.returncode == code, done.stderr
-    assert ("'numpy' imported but" in done.stderr) == bool(code)
+    assert done.returncode == 1, done.stderr
+    assert "'numpy' imported but" in done.stderr
 
 
 # ---- each package in a separate environment

@@ -37,27 +37,22 @@ esac
     return tmp_path
 
 
-def test_install_pins_torch_to_the_cpu_build(uv):
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [(("ray", "plot"), ["--editable", "apps[ray,plot]"]), (("--workspace",), ["--group", "dev"])],
+    ids=["extras", "workspace"],
+)
+def test_install_pins_torch_to_the_cpu_build(uv, arguments, last):
     (uv / "installed").write_text("numpy==2.5.5\ntorch==2.14.1+cpu\n")
 
-    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "ray", "plot")
-
-    assert done.returncode == 0, done.stderr
-    installs = [line.split()[6:] for line in (uv / "calls").read_text().splitlines() if line.startswith("pip install")]
-    assert installs == [["--torch-backend", "cpu", "torch"], ["--editable", "apps[ray,plot]"]]
-    assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
-
-
-def test_install_workspace_adds_the_dev_group_to_the_cpu_torch(uv):
-    (uv / "installed").write_text("torch==2.14.1+cpu\n")
-
-    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", "--workspace")
+    done = _install(f"{uv}:{os.environ['PATH']}", uv / "venv", *arguments)
 
     assert done.returncode == 0, done.stderr
     calls = [line.split() for line in (uv / "calls").read_text().splitlines()]
-    assert "--package" not in calls[0]
+    assert ("--package" in calls[0]) == (arguments != ("--workspace",))
     installs = [words[6:] for words in calls if words[:2] == ["pip", "install"]]
-    assert installs == [["--torch-backend", "cpu", "torch"], ["--group", "dev"]]
+    assert installs == [["--torch-backend", "cpu", "torch"], last]
+    assert (uv / "constraints").read_text().splitlines() == ["torch==2.14.1", "torch==2.14.1+cpu"]
 
 
 def test_install_names_cuda_libraries_in_the_environment(uv):

@@ -123,9 +123,12 @@ def test_build_failure_names_the_step_and_is_not_reused(tmp_path):
             builder.interpreter(pins, tmp_path)
 
 
-def test_build_without_space_compiler_or_python_raises_missing_error(tmp_path, monkeypatch):
+def test_build_without_space_cache_compiler_or_python_raises_error(tmp_path, monkeypatch):
     with pytest.raises(builder.MissingError, match=r"expected 1e\+12 GB of free space .*found \d+\.\d.*--cache"):
         builder.require_space(tmp_path, 1e12)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(builder.MissingError, match=r"file/servers .*--cache"):
+        builder.interpreter(PINS, tmp_path / "file" / "servers")
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -157,13 +160,6 @@ esac
         builder.find_python("3.9")
 
 
-def test_interpreter_cache_that_cannot_be_created_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(builder.MissingError, match=r"file/servers .*--cache"):
-        builder.interpreter(PINS, tmp_path / "file" / "servers")
-
-
 def test_pins_are_exact_and_an_unknown_server_exits_2():
     pins = builder.read_pins()
 
@@ -171,9 +167,3 @@ def test_pins_are_exact_and_an_unknown_server_exits_2():
     done = subprocess.run([sys.executable, SERVERS / "build.py", "tgi"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "expected servers of vllm, sglang, found tgi" in done.stderr
-
-
-def test_server_scripts_are_listed_in_the_readme():
-    listed = (ROOT / "infra" / "README.md").read_text()
-
-    assert [path.name for path in SERVERS.glob("*.py") if path.name not in listed] == []

@@ -14,7 +14,6 @@ from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.batch.trajectory import pack
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
-from rl_contracts.errors import ConfigError
 from rl_contracts.registry import load_component
 from rl_contracts.testing import ReferenceTrainEngine, make_batch, make_tiny_model
 from rl_trainers import PolicyActor
@@ -82,7 +81,7 @@ def test_example_components_are_loaded_and_train(installed, tmp_path, overrides)
     engine.destroy()
 
 
-def test_example_loss_matches_its_formula(installed):
+def test_example_components_match_their_formulas(installed):
     old, trained = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     terms = policy_terms(torch.tensor([0.1, 0.5]), old, torch.tensor([1.0, -2.0]), trained)
     losses, marks = load_component(_config(*COMPONENTS, "algorithm.loss.options.power=0.8").loss)(terms)
@@ -90,8 +89,6 @@ def test_example_loss_matches_its_formula(installed):
     torch.testing.assert_close(losses, -(ratio**0.8) / 0.8 * torch.tensor([1.0, -2.0]))
     assert marks["clip/high"].tolist() == [False, True]
 
-
-def test_example_correction_and_mask_match_their_formulas(installed):
     batch = make_batch(2, lengths=(3, 3))
     batch["loss_mask"] = torch.ones(2, 3, dtype=torch.bool)
     batch["advantages"] = torch.tensor([[-1.0] * 3, [1.0] * 3])
@@ -102,18 +99,11 @@ def test_example_correction_and_mask_match_their_formulas(installed):
     assert marks["correction/capped"].tolist() == [False, True, True] * 2
     assert load_component(algorithm.mask)(off).tolist() == [True] * 3 + [False] * 3
 
-
-def test_example_advantage_rewards_only_a_unique_correct_completion(installed):
     batch = make_batch(8, lengths=(4, 4)).exclude("advantages")
     batch["loss_mask"][:] = True
     batch["rewards"] = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])
     assign_credit(batch, _config("algorithm.advantage.kind=only_right"), ParallelContext())
     assert batch["advantages"][:, 0].tolist() == [1.0] + [0.0] * 7
-
-
-def test_example_misspelled_option_raises_config_error(installed):
-    with pytest.raises(ConfigError, match=r"expected options of algorithm.loss.kind=tempered .*, found powr\."):
-        load_component(_config(*COMPONENTS, "algorithm.loss.options.powr=0.8").loss)
 
 
 def test_docs_list_exactly_the_presets():

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from docs_pages import PAGES
 from markdown_it import MarkdownIt
-from readme import Block, blocks, write_data, write_files
+from readme import blocks, write_data, write_files
 from workspace import packages
 
 from rl_contracts import registry
@@ -49,12 +49,12 @@ FILE_TYPES = ("md", "py", "json", "jsonl", "yaml")
 
 
 BLOCKS = [block for page in PAGES if page not in ELSEWHERE for block in blocks(page, ROOT)]
-COMMANDS = [
-    pytest.param(block.page, command, id=f"{block.page}:{block.line} {command}")
-    for block in BLOCKS
-    if block.language == "console"
-    for command in block.commands()
-]
+COMMANDS = {
+    page: [command for block in console_blocks for command in block.commands()]
+    for page in PAGES
+    if (console_blocks := [block for block in BLOCKS if (block.page, block.language) == (page, "console")])
+}
+"""Commands of each page that has some."""
 
 
 # ---- commands
@@ -184,7 +184,7 @@ def _hooks(words: list[str]) -> None:
 WHOLE = ""
 HANDLERS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python -m rl_datasets.validate": (_validate, WHOLE),
-    "rl": (_rl, "replay needs a run with a saved batch; test_resume_commands.py creates one"),
+    "rl": (_rl, "replay needs a run with a saved batch; test_other_models.py creates one"),
     "python -m rl_inference.embedded_server": (_server, "serves until it is stopped: its options are parsed"),
     "python tests/benchmarks/": (
         _benchmark,
@@ -295,36 +295,41 @@ def sandbox(
 # ---- tests
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
-def test_block_has_a_supported_language(block: Block) -> None:
+def test_blocks_of_the_pages_have_a_supported_language() -> None:
     groups = {
         group
         for file in ROOT.glob("packages/*/pyproject.toml")
         for group in tomllib.loads(file.read_text())["project"].get("entry-points", {})
     }
-    match block.language:
-        case "python":
-            compile(block.text, f"{block.page}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        case "console":
-            unknown = [command for command in block.commands() if _handler(command) is None]
-            assert not unknown, "these commands have no handler: add them to HANDLERS"
-            assert block.commands(), "a console block needs a command after `$ `"
-        case "toml":
-            assert set(tomllib.loads(block.text)["project"]["entry-points"]) <= groups | {"rl.apps"}
-        case "yaml":
-            assert block.file, "a YAML block needs a first line `# name.yaml`, so that a command can use the file"
-        case other:
-            assert other == "text", "this language has no handler"
+    for block in BLOCKS:
+        place = f"{block.page}:{block.line}"
+        match block.language:
+            case "python":
+                compile(block.text, place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            case "console":
+                unknown = [command for command in block.commands() if _handler(command) is None]
+                assert not unknown, f"{place}: these commands have no handler: add them to HANDLERS"
+                assert block.commands(), f"{place}: a console block needs a command after `$ `"
+            case "toml":
+                assert set(tomllib.loads(block.text)["project"]["entry-points"]) <= groups | {"rl.apps"}, place
+            case "yaml":
+                assert block.file, f"{place}: a YAML block needs a first line `# name.yaml`, which commands can use"
+            case other:
+                assert other == "text", f"{place}: this language has no handler"
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - WITH_OTHER_SETTINGS))
-def test_settings_on_a_page_exist(page: str, configs: list[Any]) -> None:
-    inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
-    named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")
-    for setting in (match.group(1) for match in named if match):
-        section, name = setting.split(".", 1)
-        if any(hasattr(config, section) for config in configs) and name not in FILE_TYPES:
-            assert any(_has(config, setting) for config in configs), f"there is no setting {setting}"
+def test_settings_on_the_pages_exist(configs: list[Any]) -> None:
+    unknown = []
+    for page in sorted({*PAGES} - WITH_OTHER_SETTINGS):
+        inline = [child for token in MarkdownIt().parse((ROOT / page).read_text()) for child in token.children or ()]
+        named = (re.match(r"(\w+(?:\.\w+)+)(?:=|$)", child.content) for child in inline if child.type == "code_inline")
+        for setting in (match.group(1) for match in named if match):
+            section, name = setting.split(".", 1)
+            is_setting = any(hasattr(config, section) for config in configs) and name not in FILE_TYPES
+            if is_setting and not any(_has(config, setting) for config in configs):
+                unknown.append((page, setting))
+
+    assert unknown == []
 
 
 def _has(config: Any, setting: str) -> bool:
@@ -357,12 +362,15 @@ def test_python_blocks_of_a_page_run_in_order(page: str, sandbox: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_command_of_a_page_succeeds(page: str, command: str, sandbox: Path) -> None:
-    handler = _handler(command)
-    assert handler is not None
-    run, words = handler
-    run(words)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_of_a_page_succeed(page: str, sandbox: Path) -> None:
+    for command in COMMANDS[page]:
+        print(f"$ {command}")  # pytest shows it if the command fails
+        handler = _handler(command)
+        assert handler is not None
+        run, words = handler
+        run(words)
 
 
 @pytest.mark.slow

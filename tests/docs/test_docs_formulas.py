@@ -5,7 +5,6 @@ import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import pytest
 from latex2mathml.converter import convert
 
 from rl_trainers.algorithms.functional.aggregation import AGGREGATIONS
@@ -38,6 +37,8 @@ def test_functions_on_the_page_exist() -> None:
     assert [name for name in sorted(named) if not any(hasattr(module, name) for module in loaded)] == []
 
 
-@pytest.mark.parametrize("formula", sorted({display or inline for display, inline in FORMULAS}))
-def test_formula_converts_to_mathml(formula: str) -> None:
-    assert "\\" not in convert(formula), "the converter does not know this command"
+def test_formulas_convert_to_mathml() -> None:
+    formulas = {display or inline for display, inline in FORMULAS}
+
+    # the converter keeps a command that it does not know
+    assert [formula for formula in sorted(formulas) if "\\" in convert(formula)] == []

@@ -183,16 +183,6 @@ def test_servers_quick_reports_metrics_or_reason_for_skipping() -> None:
             assert min(result["publish"][route].values()) > 0
 
 
-@pytest.mark.nightly  # a run with a kill
-def test_recovery_quick_server_kill_reports_seconds_to_next_step(
-    record_property: Callable[[str, object], None],
-) -> None:
-    result = run("recovery.py", "--quick", "--case", "server-kill")["recovery"]["server-kill"]
-    record_property("seconds from the kill of a server to the next step", result["seconds"]["max"])
-    assert 0 < result["restart"]["max"] < result["seconds"]["max"]
-    assert result["ok"] is (result["seconds"]["max"] <= result["limit"] == 15)  # an idle machine is within the limit
-
-
 @pytest.mark.nightly  # minutes of an idle machine for each case
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(

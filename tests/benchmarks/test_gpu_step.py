@@ -17,9 +17,8 @@ BENCHMARKS = Path(__file__).parent
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, list[dict[str, Any]]]:
-    """Lines of a tiny run on the CPU, by part."""
+def run_tiny() -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of a tiny run on the CPU, by part."""
     command = [sys.executable, str(BENCHMARKS / "gpu_step.py"), "--device", "cpu", "--tiny"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -30,7 +29,9 @@ def results() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_training_tiny_reports_every_combination(results: dict[str, list[dict[str, Any]]]) -> None:
+def test_tiny_run_reports_training_combinations_run_and_gpu_tests() -> None:
+    results = run_tiny()
+
     keys = ("model", "compile", "gradient_checkpointing")
     assert len({tuple(line[key] for key in keys) for line in results["a"]}) == len(results["a"]) == 6
     for line in results["a"]:
@@ -40,10 +41,6 @@ def test_training_tiny_reports_every_combination(results: dict[str, list[dict[st
         assert line["full_depth"]["memory_gib"] > 0
         assert len(line["kernels"]) == 10
         assert line["kernels"][0]["ms"] > 0
-
-
-@pytest.mark.slow
-def test_end_to_end_tiny_reports_run_and_publish(results: dict[str, list[dict[str, Any]]]) -> None:
     run, publish = results["b"]
     assert run["route"] == publish["route"] == "shm"
     assert run["completions_per_s"] > 0
@@ -51,10 +48,6 @@ def test_end_to_end_tiny_reports_run_and_publish(results: dict[str, list[dict[st
     assert run["fraction"]["train"] > 0
     assert 0 <= run["gap"]["mean_abs"] < 0.01
     assert min(publish["bytes"], publish["publish_s"], publish["copy_s"]) > 0
-
-
-@pytest.mark.slow
-def test_gpu_tests_without_gpu_are_collected(results: dict[str, list[dict[str, Any]]]) -> None:
     [line] = results["c"]
     assert line["exit_code"] == 0
     assert line["collected"] > 0

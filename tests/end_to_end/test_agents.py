@@ -138,7 +138,6 @@ async def test_agent_group_records_ids_seeds_and_metrics(endpoint: HttpRolloutEn
 @pytest.mark.parametrize(
     ("credit", "discount", "expected"),
     [
-        ("episode", 1.0, [2.75, 2.75]),
         ("episode", 0.5, [1.5, 1.5]),
         ("turn", 1.0, [2.75, 2.5]),
         ("turn", 0.5, [1.5, 2.5]),
@@ -180,7 +179,6 @@ async def test_agent_per_call_makes_one_trajectory_per_call(endpoint: HttpRollou
         (Raises(), "Raises.run raised KeyError: 'injected'"),
         (Hangs(), "Hangs.run did not end within 0.5 s"),
         (MakesNoCall(), "without a completion to train on"),
-        (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),
         (TwoTurns(None), "reported no reward"),

@@ -106,35 +106,13 @@ def test_agent_failing_on_some_prompts_does_not_stop_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_math_agent_with_process_per_episode_completes_three_steps(tmp_path: Path) -> None:
-    settings = (f"model.path={warm_model(tmp_path / 'cache', 'tools')}", *SMALL)
-
-    records = run(
-        MATH_AGENT, tmp_path / "run", "rollout.workflow=rl_apps.programs.math_agent:OneEpisodeAgent", *settings
-    )
-
-    steps = [record for record in records if "sequences" in record]
-    assert [record["step"] for record in steps] == [1, 2, 3]
-    assert {record["groups/failed"] for record in steps} == {0}
-    assert sum(record["agent/calls"] for record in steps if record.get("agent/calls")) > 0
-
-
-@pytest.mark.nightly
-def test_multi_turn_math_trains_on_several_turns(tmp_path: Path) -> None:
-    records = run(MULTI_TURN_MATH, tmp_path / "run", f"model.path={warm_model(tmp_path / 'cache', 'turns')}", *SMALL)
-
-    assert [record["step"] for record in records if "sequences" in record] == [1, 2, 3]
-    turns = {record["turns"] for record in rollouts(tmp_path / "run")}
-    assert 2 in turns
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_multi_turn_math_improves_accuracy_of_last_turn(tmp_path: Path, record_property: Any) -> None:
     values = accuracy(run(MULTI_TURN_MATH, tmp_path / "run", seconds=1100))
 
     record_property("accuracy of the last turn, before and after", f"{values[0]:.3f}, {values[-1]:.3f}")
     assert values[-1] >= values[0] + 0.15
+    assert 2 in {record["turns"] for record in rollouts(tmp_path / "run")}
 
 
 @pytest.mark.nightly

@@ -143,15 +143,9 @@ async def _check_sessions(sessions: int, tmp_path: Path, record: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_20_sessions_lose_no_token_across_server_kill_and_ten_updates(
-    tmp_path: Path, record_property: Any
-) -> None:
-    await _check_sessions(20, tmp_path, record_property)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
-async def test_200_sessions_lose_no_token_across_server_kill_and_ten_updates(
-    tmp_path: Path, record_property: Any
+@pytest.mark.parametrize("sessions", [20, pytest.param(200, marks=pytest.mark.nightly)])  # 200: most requests wait
+async def test_sessions_lose_no_token_across_server_kill_and_ten_updates(
+    sessions: int, tmp_path: Path, record_property: Any
 ) -> None:
-    await _check_sessions(200, tmp_path, record_property)
+    await _check_sessions(sessions, tmp_path, record_property)

@@ -104,8 +104,9 @@ def test_publish_moe_has_checkpoint_names_and_server_scores_match(family, tmp_pa
     engine.destroy()
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fused", "dtype"), [(False, "float32"), pytest.param(True, "bfloat16", marks=pytest.mark.slow)]
+)
 def test_export_has_names_of_checkpoint_with_fused_or_split_experts(fused, dtype, tmp_path):
     hub = make_family(tmp_path / "hub", "qwen3_moe")
     path = save_fused(hub, tmp_path / "fused") if fused else hub

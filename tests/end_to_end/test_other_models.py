@@ -46,7 +46,7 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.mark.nightly
-def test_ppo_records_metrics_of_critic_and_reference(run_dir):
+def test_ppo_trains_the_critic_and_its_replay_on_two_trainers_matches_one(run_dir):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "reward/mean" in record]
     assert [step["version"] for step in steps] == [1, 2, 3]
@@ -54,10 +54,6 @@ def test_ppo_records_metrics_of_critic_and_reference(run_dir):
     # the reference is the initial policy, so the KL is 0 in the first step and grows
     assert steps[0]["kl/ref_k3"] < steps[2]["kl/ref_k3"]
     assert abs(steps[0]["critic/value/mean"]) < steps[2]["critic/value/mean"]
-
-
-@pytest.mark.nightly  # test_fsdp_ranks tests the same for every engine with fewer processes
-def test_ppo_replay_on_two_trainer_processes_matches_one(run_dir):
     one, two = (
         json.loads(_run("rl", "replay", run_dir, "--step", 3, "--allocation", allocation))
         for allocation in ("fsdp:d1", "fsdp:d2")

@@ -65,12 +65,12 @@ def _app_command(home, *arguments):
     return (home / "env" / "bin" / "rl", "run", "acme-grpo", *arguments)
 
 
-@pytest.mark.parametrize("path", sorted((PLUGIN / "src" / "acme_rl").glob("*.py")), ids=lambda path: path.name)
-def test_plugin_modules_import_only_contracts_except_app_and_loss(path):
-    imports = set(re.findall(r"^\s*(?:from|import) (rl_\w+)", path.read_text(), re.MULTILINE))
-
+def test_plugin_modules_import_only_contracts_except_app_and_loss():
     exceptions = {"app.py": {"rl_apps"}, "loss.py": {"rl_trainers"}}  # the loss imports the type of its argument
-    assert imports <= {"rl_contracts"} | exceptions.get(path.name, set())
+    for path in (PLUGIN / "src" / "acme_rl").glob("*.py"):
+        imports = set(re.findall(r"^\s*(?:from|import) (rl_\w+)", path.read_text(), re.MULTILINE))
+
+        assert imports <= {"rl_contracts"} | exceptions.get(path.name, set()), path.name
 
 
 def test_environment_imports_no_file_of_the_workspace(home):
@@ -102,9 +102,7 @@ def test_help_lists_settings_of_plugin_components(home):
     ("setting", "suggestion"),
     [
         ("rollout.server.slot=4", "Did you mean 'rollout.server.slots'"),
-        pytest.param("actor.engine.freezes=[norm]", "Did you mean 'actor.engine.freeze'", marks=NIGHTLY),
         pytest.param("launcher.options.nicenes=3", "Did you mean 'launcher.options.niceness'", marks=NIGHTLY),
-        pytest.param("moto=more", "Did you mean 'motto'", marks=NIGHTLY),
         pytest.param("allocation=acmesever:d1+acmeengine:d1", "did you mean 'acmeserver'", marks=NIGHTLY),
     ],
 )
@@ -121,7 +119,6 @@ def test_misspelled_setting_is_rejected_with_suggestion(home, model, setting, su
     [
         ("allocation=acmeserver:d1t2+acmeengine:d1", "expected one process per server"),
         pytest.param("allocation=acmeserver:d1+acmeengine:d2", "expected one rank", marks=NIGHTLY),
-        pytest.param("rollout.server.slots=0", "rollout.server.slots: expected at least 1", marks=NIGHTLY),
         pytest.param("launcher.options.niceness=30", "launcher.options.niceness: expected 0 to 19", marks=NIGHTLY),
     ],
 )
@@ -132,41 +129,29 @@ def test_unsupported_plugin_setting_is_rejected_before_start(home, model, settin
     assert reason in done.stderr
 
 
-@pytest.fixture(scope="module")
-def run_dir(home, model):
-    _must(*_app_command(home, f"model.path={model}", "run_dir=run"), cwd=home)
-    return home / "run"
-
-
-@pytest.fixture(scope="module")
-def records(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def _values(records, name):
     """Values of a metric, without steps that did not record it."""
     return [value for record in records if (value := record.get(name)) is not None]
 
 
-def test_plugin_app_completes_a_run_with_plugin_components(run_dir):
+def test_plugin_app_completes_a_run_with_plugin_components(home, model):
+    _must(*_app_command(home, f"model.path={model}", "run_dir=run"), cwd=home)
+
+    run_dir = home / "run"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     config = OmegaConf.load(run_dir / "config.yaml")
     assert config.allocation == "acmeserver:d1+acmeengine:d1"
     assert config.launcher.kind == "acme"
     assert (run_dir / "motto.txt").read_text() == "less is more"
     assert (run_dir / "checkpoints" / "step_6" / "model.safetensors").exists()
-
-
-def test_plugin_run_publishes_every_step_and_stays_below_gap_warning(run_dir, records):
-    warn = OmegaConf.load(run_dir / "config.yaml").gap.warn
+    # each step is published, and the log-prob gap is below the warning
     assert [record["version"] for record in records if "reward/mean" in record] == [1, 2, 3, 4, 5, 6]
     assert _values(records, "applied") == [1] * 6
     assert len(_values(records, "gap/mean_abs")) == 6
-    assert max(_values(records, "gap/mean_abs")) < warn
-    assert 0 < max(_values(records, "gap/fresh_mean_abs")) < warn
+    assert max(_values(records, "gap/mean_abs")) < config.gap.warn
+    assert 0 < max(_values(records, "gap/fresh_mean_abs")) < config.gap.warn
     assert max(_values(records, "staleness/max")) == 1
-
-
-def test_plugin_metrics_of_reward_workflow_and_loss_are_recorded(records):
+    # reward, workflow and loss record metrics
     assert any(0 < fraction < 1 for fraction in _values(records, "vowels/any")), "the reward worker records it"
     assert 0 < max(_values(records, "acme/characters")) <= 12
     assert any(0 < fraction < 1 for fraction in _values(records, "acme/positive_advantage"))

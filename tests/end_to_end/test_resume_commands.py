@@ -62,22 +62,6 @@ def _optimizer_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
     return moments
 
 
-@pytest.mark.nightly
-def test_sft_killed_and_restarted_ends_with_same_weights(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    subprocess.run(_command("gsm8k-sft", model, whole), check=True, capture_output=True, timeout=250)
-    command = _command("gsm8k-sft", model, cut)
-    _kill_after_checkpoint(command, cut)
-
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250)
-
-    assert "12/12" in done.stdout
-    resumed, expected = (load_file(d / "checkpoints" / "step_12" / "model.safetensors") for d in (cut, whole))
-    assert all(resumed[name].equal(expected[name]) for name in expected)
-    assert _records(cut) == _records(whole)
-
-
 @pytest.mark.nightly  # starts four commands
 @pytest.mark.timeout(900)
 def test_sft_resumed_with_other_trainers_matches_uninterrupted_run(tmp_path: Path) -> None:

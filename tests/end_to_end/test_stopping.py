@@ -20,7 +20,6 @@ from rl_contracts.testing.models import make_tiny_model
 from rl_contracts.testing.waiting import wait_until
 
 BIN = Path(sys.executable).parent
-COMMANDS = ("gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo", "hh-rlhf-rm")
 MEASURED = ("timestamp", "time/", "throughput/", "memory/", "server/")
 """Prefixes of metrics that depend on clocks or servers."""
 GENERATED = ("groups/", "tokens/generated", "finished/")
@@ -80,10 +79,8 @@ def _finish(command: list[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*(pytest.param(n, marks=pytest.mark.slow if n == "gsm8k-sft" else pytest.mark.nightly) for n in COMMANDS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm8k-sft", pytest.param("hh-rlhf-dpo", marks=pytest.mark.nightly)])
 def test_run_stopped_once_keeps_every_finished_step(name: str, model: Path, tmp_path: Path) -> None:
     endless = _command(name, model, tmp_path, **{"data.batch_size": 4, "total_steps": 100_000})
 
@@ -96,7 +93,7 @@ def test_run_stopped_once_keeps_every_finished_step(name: str, model: Path, tmp_
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["gsm8k-grpo", "gsm8k-sft", "hh-rlhf-dpo"])
 def test_run_stopped_twice_in_long_step_resumes_bit_identically(name: str, model: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     settings = {"deterministic": True, "total_steps": 4, "allocation": "fsdp:d2", "data.batch_size": 512}
@@ -117,7 +114,7 @@ def test_run_stopped_twice_in_long_step_resumes_bit_identically(name: str, model
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["gsm8k-grpo", "hh-rlhf-rm"])
 def test_run_killed_loses_at_most_one_checkpoint_interval(name: str, model: Path, tmp_path: Path) -> None:
     more = {"data.batch_size": 4, "total_steps": 100_000, "recover.every_minutes": MINUTES}
     process = subprocess.Popen(_command(name, model, tmp_path, **more), stdout=subprocess.DEVNULL)

@@ -50,9 +50,9 @@ def families() -> list[str]:
     return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
-def sweep(names: Iterable[str], scratch: Path, two_ranks: bool = True) -> Iterator[tuple[str, dict[str, Result]]]:
-    """Yield the results of each family. Without `two_ranks`, the engine runs only in this process."""
-    ranks = RankPair() if two_ranks else None
+def sweep(names: Iterable[str], scratch: Path) -> Iterator[tuple[str, dict[str, Result]]]:
+    """Yield the results of each family."""
+    ranks = RankPair()
     try:
         for name in names:
             directory = scratch / name.replace(",", "").replace(" ", "-")
@@ -60,11 +60,10 @@ def sweep(names: Iterable[str], scratch: Path, two_ranks: bool = True) -> Iterat
             shutil.rmtree(directory, ignore_errors=True)
             gc.collect()
     finally:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
 
 
-def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str, Result]:
+def _one_family(name: str, directory: Path, ranks: RankPair) -> dict[str, Result]:
     path = directory / "model"
     try:
         family, settings = VARIANTS.get(name, (name, {}))
@@ -77,12 +76,9 @@ def _one_family(name: str, directory: Path, ranks: RankPair | None) -> dict[str,
         return {"build": {"status": "not built", "why": why}}
     torch.save(expected, directory / "expected.pt")
     results: dict[str, Result] = {}
-    if ranks is not None:
-        ranks.submit(path)
+    ranks.submit(path)
     check_engine(path, expected, results)
     check_server(path, results)
-    if ranks is None:
-        return results
     rank_results = ranks.result()
     if results.get("export", {}).get("status", "ok") == "ok" and "export" in rank_results:
         results["export"] = rank_results["export"]

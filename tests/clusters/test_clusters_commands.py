@@ -202,10 +202,9 @@ def test_slurm_heterogeneous_job_uses_one_partition_per_role(small, start_comman
     _assert_every_step_once(command, 2)
 
 
-@pytest.mark.parametrize("grace", [60, 0])
-def test_slurm_preempted_run_saves_and_resumes_after_the_other_job(grace, small, start_command):
-    """`grace` is the GraceTime of the partition in seconds; with 0, only Slurm's KillWait applies."""
-    with slurm(grace=grace, requeue_after=8, kill_wait=60) as cluster:
+def test_slurm_preempted_run_saves_and_resumes_after_the_other_job(small, start_command):
+    """The partition has a GraceTime of 60 s; test_slurm_jobs.py tests a partition without."""
+    with slurm(grace=60, requeue_after=8, kill_wait=60) as cluster:
         settings = small | settings_of("slurm") | {"recover.every": 1000, "total_steps": 60}
         command = start_command("gsm8k-grpo", settings)
         command.wait_for(lambda: _has_progress(command))

@@ -94,9 +94,7 @@ def test_grpo_of_moe_on_replayed_batches_matches_fsdp(moe_reference, tmp_path, l
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "layout", [{}, {"context": 2}, {"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}], ids=str
-)
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "context": 2, "expert": 2, "expert_tensor": 2}], ids=str)
 def test_moe_gradients_are_as_close_to_float64_as_those_of_fsdp(moe_reference, tmp_path, layout, record_property):
     """Compare with float64, because context ranks sum in another order and both engines round."""
     model, batches, fsdp_gradients, metrics = moe_reference

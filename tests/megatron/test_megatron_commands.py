@@ -47,11 +47,8 @@ SERVER = "embedded:d1+"
             )
             for name, layout, settings in (
                 ("gsm8k-sft", "megatron:t2", {}),
-                ("hh-rlhf-rm", "megatron:t2", {}),
                 ("hh-rlhf-rm", "megatron:p2", {}),
                 ("hh-rlhf-dpo", "megatron:t2", {}),
-                ("gsm8k-grpo", SERVER + "megatron:p2", PPO_SETTINGS),
-                ("gsm8k-grpo", SERVER + "megatron:d2", PPO_SETTINGS),
                 ("gsm8k-grpo", SERVER + "megatron:c2", PPO_SETTINGS),
                 ("gsm8k-grpo", SERVER + "megatron:p2", WITHOUT_PPO_SETTINGS | {"publish.route": "disk"}),
                 ("gsm8k-grpo", SERVER + "megatron:p2", WITHOUT_PPO_SETTINGS | {"publish.route": "broadcast"}),

@@ -140,21 +140,13 @@ def test_gap_gate_names_a_stale_prefix_cache(fleet):
     assert "completions of new prompts are correct" in message
 
 
-@pytest.mark.parametrize(
-    ("faults", "cause"),
-    [
-        ("not loaded, comparison off", "weights not received: the scores match the previous version"),
-        ("stale lm_head, comparison off", "weights or architecture: no experiment explains the gap"),
-    ],
-    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale"],
-)
-def test_gap_gate_names_weights_that_the_server_did_not_compare(fleet, faults, cause):
+def test_gap_gate_names_a_server_with_a_stale_tied_head(fleet):
     with fleet.run(0) as run:
-        fleet.inject(faults, 0)
+        fleet.inject("stale lm_head, comparison off", 0)
         message = alarm(run, 1)
 
     assert f"the scores of {fleet.servers[0].address}" in message
-    assert cause in message
+    assert "weights or architecture: no experiment explains the gap" in message
 
 
 def test_gap_gate_names_the_server_with_outdated_weights(fleet):
@@ -176,9 +168,8 @@ def test_gap_gate_names_the_server_with_outdated_weights(fleet):
             "does not serve the sent weights; check that it loads every tensor, including a tied",
         ),
         ("cache not flushed", "its scores are correct, but the log-probs of its 16 generated tokens"),
-        ("one behind", "match the previous version. The server does not serve the sent weights"),
     ],
-    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept", "one_of_two_behind"],
+    ids=["update_acknowledged_but_not_loaded", "tied_head_left_stale", "prefix_cache_kept"],
 )
 def test_canary_names_the_faulty_server_of_two(fleet, faults, named):
     with fleet.run(0, 1, canary="always") as run:

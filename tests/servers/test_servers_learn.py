@@ -201,7 +201,6 @@ def test_run_with_one_server_learns_over_each_route(start, learned, server, rout
 @pytest.mark.parametrize(
     ("server", "trainer", "route"),
     [
-        ("vllm", "megatron:t2", "shm"),
         ("vllm", "megatron:t2", "broadcast"),
         ("vllm", "megatron:p2", "disk"),
         ("sglang", "megatron:t2", "shm"),

@@ -7,7 +7,6 @@ environments of `infra/servers/build.py`.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -69,39 +68,26 @@ def rejected(
     return run
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_port_in_use_is_rejected(rejected, kind):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        message = rejected(kind, f"rollout.port={port}")
-
-    assert f"port {port} is in use by process" in message
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_interpreter_without_the_server_is_rejected(rejected, kind):
-    for python in (sys.executable, str(interpreter_of(OTHER[kind]))):
-        message = rejected(kind, f"rollout.server.python={python}")
-
-        assert f"rollout.server.python={python} (Python 3." in message
-        assert "found no such package" in message
-        assert f"`python infra/servers/build.py {kind}`" in message
-    assert "expected a Python interpreter, found" in rejected(kind, "rollout.server.python=/no/such/python")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", BOTH)
-def test_interpreter_with_another_server_version_is_rejected(rejected, monkeypatch, kind):
-    python = interpreter_of(kind)
-    require_later_versions(monkeypatch)
-
+def test_interpreter_without_the_server_is_rejected(rejected, kind):
+    python = sys.executable
     message = rejected(kind, f"rollout.server.python={python}")
 
     assert f"rollout.server.python={python} (Python 3." in message
-    assert "expected " in message
-    assert f"{kind}" in message
-    assert f">=9.1,<9.2, found {kind}" in message
+    assert "found no such package" in message
     assert f"`python infra/servers/build.py {kind}`" in message
+
+
+@pytest.mark.nightly
+def test_interpreter_with_another_server_version_is_rejected(rejected, monkeypatch):
+    python = interpreter_of("vllm")
+    require_later_versions(monkeypatch)
+
+    message = rejected("vllm", f"rollout.server.python={python}")
+
+    assert f"rollout.server.python={python} (Python 3." in message
+    assert ">=9.1,<9.2, found vllm" in message
+    assert "`python infra/servers/build.py vllm`" in message
 
 
 def require_later_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,6 @@ class Trainer:
     version: int = 0
     sent: dict[int, WeightReceipt] = field(default_factory=dict)
     """Receipts of all versions so far."""
-    record: bool = True
-    """Write a record of each commit."""
 
     def put(self, version: int) -> WeightUpdateMeta:
         factor = 1 + version / 500
@@ -66,8 +64,7 @@ class Trainer:
     async def commit(self, engine: EmbeddedEngine, meta: WeightUpdateMeta, interrupt: str = "keep") -> None:
         await engine.commit_weights(meta.version, interrupt)
         self.version = meta.version
-        if self.record:
-            write_committed(self.directory, meta, self.sent[meta.version])
+        write_committed(self.directory, meta, self.sent[meta.version])
 
     async def publish(self, engine: EmbeddedEngine, interrupt: str = "keep") -> int:
         await self.commit(engine, await self.stage(engine), interrupt)
@@ -84,21 +81,20 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def client[T: EmbeddedEngine](
+async def client(
     servers: list[ServerProcess],
     weights_dir: str = "",
     names: ServerSource | None = None,
-    kind: type[T] = EmbeddedEngine,
     update_timeout: float = 300.0,
     rejoin_timeout: float = 60.0,
     progress_timeout: float = 1.5,
     probe_interval: float = 0.1,
     probe_timeout: float = 1.0,
-) -> AsyncIterator[T]:
+) -> AsyncIterator[EmbeddedEngine]:
     """Yield a client that notices a lost server within seconds."""
     spec = ServeSpec(weights_dir=weights_dir, update_timeout=update_timeout, rejoin_timeout=rejoin_timeout)
     with probes(probe_interval, probe_timeout):
-        engine = kind(spec=spec, client=ClientConfig(progress_timeout=progress_timeout))
+        engine = EmbeddedEngine(spec=spec, client=ClientConfig(progress_timeout=progress_timeout))
         engine.initialize([server.address for server in servers])
         if names is not None:
             assert engine.follow_discovery(names)

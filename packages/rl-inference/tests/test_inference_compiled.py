@@ -28,8 +28,6 @@ SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atten
     [
         ("qwen3", {}),
         pytest.param("gemma2", {**SLIDING, "attn_logit_softcapping": 5.0}, marks=pytest.mark.nightly),
-        pytest.param("gemma3_text", SLIDING, marks=pytest.mark.nightly),
-        pytest.param("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}, marks=pytest.mark.nightly),
     ],
 )
 def test_compiled_passes_of_any_size_equal_transformers_in_one_graph(

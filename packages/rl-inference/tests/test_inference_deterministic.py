@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl_contracts.config import ClientConfig, GenerationConfig
-from rl_contracts.data import ModelRequest, ModelResponse, ServeSpec
-from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
+from rl_contracts.data import ModelRequest, ModelResponse
+from rl_inference import EmbeddedEngine
 from rl_inference.backends.embedded.config import parse
 from rl_inference.testing import ServerProcess
 
@@ -51,18 +51,6 @@ async def test_deterministic_server_completions_ignore_other_requests(model_path
 
     assert [response.output_ids for response in alone] == [response.output_ids for response in concurrent]
     assert [response.logprobs for response in alone] == [response.logprobs for response in concurrent]
-
-
-def test_deterministic_server_runs_one_sequence_on_one_thread() -> None:
-    options = parse(["--model", "m", "--port", "1", "--max-sequences", "64", "--deterministic", "true"])
-    assert (options.config.max_sequences, options.spec.cpus) == (1, 1)
-    assert not parse(["--model", "m", "--port", "1"]).spec.deterministic
-
-
-def test_server_spec_passes_deterministic_to_the_server() -> None:
-    command = EmbeddedEngine.server_spec(EmbeddedEngineConfig(), ServeSpec("m", deterministic=True)).command
-    arguments = command[command.index("--deterministic") : command.index("--deterministic") + 2]
-    assert list(arguments) == ["--deterministic", "true"]
 
 
 def test_parse_invalid_boolean_is_rejected() -> None:

@@ -88,19 +88,6 @@ def test_apply_servers_that_swap_addresses_are_kept() -> None:
     assert [server.name for server in before] == [NAMES[1], NAMES[0]]
 
 
-def test_apply_last_live_server_is_kept_until_another_is_live() -> None:
-    router, discovery = create_discovery()
-    router.evict(router.servers[1], "is gone")
-    reading = {NAMES[2]: ADDRESSES[2]}
-    for _ in range(5):
-        discovery.apply(reading)
-
-    assert addresses(router) == [ADDRESSES[0], ADDRESSES[2]], "only the lost server may be removed"
-    rejoin(router, router.servers[1], 0)
-    discovery.apply(reading)
-    assert addresses(router) == [ADDRESSES[2]]
-
-
 READINGS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(ADDRESSES), max_size=4)
 
 

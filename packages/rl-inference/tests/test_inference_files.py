@@ -97,6 +97,8 @@ async def test_client_without_free_descriptor_reports_ulimit_and_evicts_none(
                     await engine.agenerate(REQUEST)
             with pytest.raises(InferenceError, match="ulimit -n"):
                 await engine.score([1, 2, 3])
+            with pytest.raises(WeightUpdateError, match=r"version 1.*ulimit -n"):
+                await engine.stage_weights(WeightUpdateMeta("shm", 1))
             async with asyncio.timeout(20):
                 for _ in range(3):
                     await probes.acquire()
@@ -105,13 +107,6 @@ async def test_client_without_free_descriptor_reports_ulimit_and_evicts_none(
         levels = {record.levelno for record in caplog.records if server.address in record.getMessage()}
         assert levels == {logging.WARNING}, "failed probes must be warnings, not evictions"
         assert len((await engine.agenerate(REQUEST)).output_ids) == 4
-
-
-async def test_stage_without_free_descriptor_fails_and_evicts_none(server: ServerProcess) -> None:
-    async with client(server.address) as engine:
-        with no_free_descriptor(), pytest.raises(WeightUpdateError, match=r"version 1.*ulimit -n"):
-            await engine.stage_weights(WeightUpdateMeta("shm", 1))
-        assert engine.servers == [server.address]
 
 
 async def test_client_initialize_raises_soft_file_limit() -> None:

@@ -454,16 +454,6 @@ async def test_rejoin_restarted_server_loads_and_passes_canary_first(trainer: Tr
         check(await engine.agenerate(make_request(1)))
 
 
-async def test_rejoin_restarted_server_that_does_not_load_stays_evicted(trainer: Trainer) -> None:
-    async with fleet(2, rejoin_timeout=30) as (engine, servers):
-        await trainer.publish(engine)
-        engine._router.evict(engine._router.servers[1], "was restarted")
-        servers[1].table, servers[1].version, servers[1].loads = table(0), 0, False
-        await until(lambda: "weights" in engine._router.servers[1].last_error)
-
-        assert engine.servers == [servers[0].address]
-
-
 async def test_rejoin_server_without_checksums_loads_committed_weights(trainer: Trainer) -> None:
     async with fleet(2, ChecksumEngine, weights_dir=str(trainer.directory), rejoin_timeout=30) as (engine, servers):
         write_committed(trainer.directory, *put(trainer.directory, 0))

@@ -252,14 +252,13 @@ async def test_generation_key_on_control_route_returns_403(server: ServerProcess
     assert_healthy(server)
 
 
-@pytest.mark.parametrize("kind", [b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"])
-async def test_post_with_other_content_type_returns_415(server: ServerProcess, kind: bytes) -> None:
+async def test_post_with_other_content_type_returns_415(server: ServerProcess) -> None:
     """A page of another origin can send these types without a preflight request."""
     request = post("/shutdown", b"{}")
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"):
+        status, _ = await send(server, RawRequest(request.head.replace(b"application/json", kind), b"{}"))
 
-    status, _ = await send(server, RawRequest(request.head.replace(b"application/json", kind), b"{}"))
-
-    assert status == 415
+        assert status == 415, kind
     assert_healthy(server)
 
 

@@ -94,21 +94,6 @@ def test_cache_full_evicts_youngest_jobs_and_all_complete(model_path: Path) -> N
     assert len(table.model.cache.pages.free) == 5
 
 
-def test_prompt_without_room_in_cache_waits(model_path: Path) -> None:
-    table = load(model_path, slots=4, tokens=4 * PAGE)
-    first, large = job([5, 9], 30), job(ids(450), 20)
-    waiting = deque([first])
-    table.admit(waiting)
-    table.step()
-
-    waiting.append(large)
-    table.admit(waiting)
-
-    assert list(waiting) == [large]
-    run(table, [large])
-    check(model_path, [first, large])
-
-
 def test_prefix_that_fills_cache_is_evicted_for_new_prompt(model_path: Path) -> None:
     table = load(model_path, slots=4, tokens=4 * PAGE)
     jobs = [job(ids(440), 20), job([*ids(200), *ids(240, 50)], 20)]  # the second job could share a page
@@ -213,11 +198,10 @@ def test_nan_of_broken_weights_does_not_reach_later_jobs(model_path: Path) -> No
     assert [len(each.output_ids) for each in after] == [20] * 8
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_stage_non_finite_weights_names_the_parameter(model_path: Path, tmp_path: Path, number: float) -> None:
+def test_stage_non_finite_weights_names_the_parameter(model_path: Path, tmp_path: Path) -> None:
     weights = ServedWeights(load(model_path, slots=1).model.model, str(tmp_path), "test", version=0)
     tensors = {name: p.detach().clone() for name, p in reference_model(model_path).named_parameters()}
-    tensors["model.norm.weight"][5] = number
+    tensors["model.norm.weight"][5] = float("inf")
 
     with pytest.raises(WeightUpdateError, match=r"version 1: .* nan or infinity in 1 parameters.*model.norm.weight"):
         weights.stage(put_weights(tmp_path, 1, tensors.items(), "disk")[0])
@@ -228,9 +212,8 @@ def test_stage_non_finite_weights_names_the_parameter(model_path: Path, tmp_path
     assert weights.staged_version == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_score_in_chunks_equals_one_pass(model_path: Path, dtype: str) -> None:
-    table = load(model_path, slots=2, tokens=5 * PAGE, dtype=dtype)
+def test_score_in_chunks_equals_one_pass(model_path: Path) -> None:
+    table = load(model_path, slots=2, tokens=5 * PAGE)
     sequence = ids(450)
     expected = table.model.score(sequence, 0.7)
     jobs = [job(ids(60, i), 150, seed=i) for i in range(2)]
@@ -243,21 +226,12 @@ def test_score_in_chunks_equals_one_pass(model_path: Path, dtype: str) -> None:
         table.make_room(2, start + count)
         logprobs += table.model.score_part(sequence, start, count, 0.7)
 
-    assert logprobs == pytest.approx(expected, abs=2e-5 if dtype == "float32" else 0.1)
+    assert logprobs == pytest.approx(expected, abs=2e-5)
     evicted = table.take_evicted()
     assert evicted == [jobs[1]]  # only one of five pages remained for it
     table.model.cache.pages.assign(2, [])
     run(table, evicted)
-    if dtype == "float32":
-        check(model_path, jobs)
-
-
-def test_load_limits_context_to_cache(model_path: Path) -> None:
-    model = load_model(EmbeddedEngineConfig(max_sequences=4, cache_gib=200 * 2**10 / 2**30), ServeSpec(str(model_path)))
-
-    # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes
-    assert model.cache.token_bytes == 2 * 2 * 2 * 16 * 4
-    assert model.context_length == model.cache.tokens == 3 * PAGE
+    check(model_path, jobs)
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from publishing import (
 )
 
 from rl_contracts.errors import InferenceError, NoServersError, WeightUpdateError
-from rl_inference.client.server_state import ServerState
 from rl_inference.testing import ServerProcess, reference_model
 
 pytestmark = pytest.mark.slow  # each test starts its own servers
@@ -78,43 +77,9 @@ async def test_agenerate_server_killed_resumes_elsewhere_and_server_rejoins(
         await assert_both_serve(engine, trainer, await trainer.publish(engine))
 
 
-@pytest.mark.nightly
-async def test_stage_server_killed_is_evicted_and_rejoins_at_new_version(
-    servers: list[ServerProcess], trainer: Trainer
-) -> None:
-    async with client(servers, progress_timeout=20.0) as engine:
-        await trainer.publish(engine)
-        servers[0].signal(signal.SIGSTOP)  # so that the kill comes between the request and its response
-        staging = asyncio.create_task(trainer.stage(engine))
-        await until(lambda: bool(engine._router.servers[0].tasks))
-
-        servers[0].stop()
-        meta = await staging
-        assert len(engine._router.live) == 1
-        servers[0].start().wait_ready()
-        assert served_version(servers[0]) == 1
-        await trainer.commit(engine, meta)
-        await until_live(engine, 2)
-
-        await assert_both_serve(engine, trainer, 2)
-
-
-async def test_commit_server_killed_after_stage_rejoins_at_committed_version(
-    servers: list[ServerProcess], trainer: Trainer
-) -> None:
-    async with client(servers) as engine:
-        await trainer.publish(engine)
-        meta = await trainer.stage(engine)
-        servers[0].stop()
-        servers[0].start().wait_ready()  # serves version 1 before the client notices the loss
-
-        await trainer.commit(engine, meta)
-        assert engine.version == 2
-        await until_live(engine, 2)
-
-        await assert_both_serve(engine, trainer, 2)
-
-
+@pytest.mark.guarantee(
+    "A server that does not commit is evicted, and its requests continue at the new version elsewhere.", area="weights"
+)
 @pytest.mark.nightly
 async def test_commit_server_frozen_is_evicted_until_it_catches_up(
     servers: list[ServerProcess], trainer: Trainer
@@ -239,26 +204,6 @@ async def test_single_server_killed_all_requests_wait_for_its_return(
 
 
 @pytest.mark.nightly
-async def test_all_servers_lost_requests_fail_at_deadline_with_each_reason(
-    servers: list[ServerProcess], trainer: Trainer
-) -> None:
-    async with client(servers, rejoin_timeout=1.0) as engine:
-        await trainer.publish(engine)
-        completions = [asyncio.create_task(engine.agenerate(request(seed))) for seed in range(4)]
-        await until_running(servers)
-        for server in servers:
-            server.stop()
-
-        for result in await asyncio.wait_for(asyncio.gather(*completions, return_exceptions=True), 15):
-            assert isinstance(result, InferenceError)
-            for server in servers:  # the server ended before or during the request
-                assert f"{server.address}: " in str(result)
-        with pytest.raises(WeightUpdateError, match=r"no live server could stage version 2: .*is gone"):
-            await trainer.stage(engine)
-        assert engine.version == 1
-
-
-@pytest.mark.nightly
 async def test_stop_waiting_for_servers_fails_waiting_updates_and_scores(
     servers: list[ServerProcess], trainer: Trainer
 ) -> None:
@@ -306,51 +251,3 @@ async def test_monitor_fails_requests_fail_with_its_error(
 
         with pytest.raises(InferenceError, match=r"server monitor ended: .*ZeroDivisionError"):
             await asyncio.wait_for(engine.agenerate(request(0)), 10)
-
-
-@pytest.mark.nightly
-async def test_stats_non_publishing_client_evicts_lagging_server_until_rejoin(
-    servers: list[ServerProcess], trainer: Trainer
-) -> None:
-    async with client(servers) as publisher, client(servers, weights_dir=str(trainer.directory)) as reader:
-        await trainer.publish(publisher)
-        await reader.stats()
-        assert reader.version == 1
-        meta = await trainer.stage(publisher)
-        servers[0].signal(signal.SIGSTOP)
-        await trainer.commit(publisher, meta)
-
-        await reader.stats()
-        assert reader.version == 2
-        assert [server.address for server in reader._router.live] == [servers[1].address]
-        assert (await reader.agenerate(request(0, 12))).versions == [2] * 12
-        servers[0].signal(signal.SIGCONT)
-        await until_live(reader, 2)
-
-        await assert_both_serve(reader, trainer, 2)
-
-
-@pytest.mark.nightly
-async def test_rejoin_with_route_without_files_happens_at_next_update(
-    servers: list[ServerProcess], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("rl_contracts.weights.committed_record", "rl_inference.client.weight_update"):
-        monkeypatch.setattr(f"{module}.STORED_ROUTES", ())
-    trainer.record = False
-    async with client(servers, update_timeout=2.0) as engine:
-        await trainer.publish(engine)
-        servers[0].stop()
-        servers[0].start().wait_ready()
-        assert served_version(servers[0]) == 0
-        await until(lambda: "rejoins with the next update" in engine._router.servers[0].last_error)
-        completions = await asyncio.gather(*(engine.agenerate(request(seed, 12)) for seed in range(4)))
-
-        assert {completion.server for completion in completions} == {servers[1].address}
-        servers[0].signal(signal.SIGSTOP)
-        await trainer.publish(engine)  # the frozen server does not delay the update
-        assert [server.address for server in engine._router.live] == [servers[1].address]
-        servers[0].signal(signal.SIGCONT)
-        await until(lambda: engine._router.servers[0].state is ServerState.REJOINING)
-        await trainer.publish(engine)
-        assert len(engine._router.live) == 2
-        await assert_both_serve(engine, trainer, 3)

@@ -22,10 +22,10 @@ def make_model(value: float) -> torch.nn.Module:
     return model
 
 
-def commit(directory: Path, version: int, route: str = "shm") -> WeightUpdateMeta:
+def commit(directory: Path, version: int) -> WeightUpdateMeta:
     """Publish weights whose values are the version number, and write the commit record."""
     tensors = [(name, p.detach()) for name, p in make_model(float(version)).named_parameters()]
-    meta, receipt = put_weights(directory, version, tensors, route)
+    meta, receipt = put_weights(directory, version, tensors)
     write_committed(directory, meta, receipt)
     return meta
 
@@ -34,9 +34,8 @@ def serve(model: torch.nn.Module, directory: Path) -> ServedWeights:
     return ServedWeights(model, str(directory), "server", 0)
 
 
-@pytest.mark.parametrize("route", ["shm", "disk"])
-def test_restore_serves_the_committed_version(tmp_path: Path, route: str) -> None:
-    commit(tmp_path, 6, route)
+def test_restore_serves_the_committed_version(tmp_path: Path) -> None:
+    commit(tmp_path, 6)
     model = make_model(0.0)
     weights = serve(model, tmp_path)
 
@@ -47,11 +46,13 @@ def test_restore_serves_the_committed_version(tmp_path: Path, route: str) -> Non
     assert weights.receipt().version == 6
 
 
-def test_restore_without_record_keeps_the_model(tmp_path: Path) -> None:
+def test_restore_without_stored_weights_keeps_the_model(tmp_path: Path) -> None:
     weights = serve(make_model(0.5), tmp_path)
 
     restore(weights, str(tmp_path))
     restore(weights, "")
+    write_committed(tmp_path, WeightUpdateMeta("broadcast", 6), WeightReceipt("trainer", 6, {}))
+    restore(weights, str(tmp_path))
 
     assert weights.version == 0
 
@@ -64,15 +65,6 @@ def test_restore_weights_that_differ_from_record_names_parameter(tmp_path: Path)
 
     with pytest.raises(WeightUpdateError, match="version 6, server: parameter 'bias' differs"):
         restore(serve(make_model(0.0), tmp_path), str(tmp_path))
-
-
-def test_restore_route_without_files_keeps_the_model(tmp_path: Path) -> None:
-    write_committed(tmp_path, WeightUpdateMeta("broadcast", 6), WeightReceipt("trainer", 6, {}))
-    weights = serve(make_model(0.0), tmp_path)
-
-    restore(weights, str(tmp_path))
-
-    assert weights.version == 0
 
 
 def test_restore_version_overwritten_meanwhile_takes_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

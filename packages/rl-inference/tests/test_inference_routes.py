@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +171,7 @@ def test_broadcast_corrupted_names_route_version_and_parameter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "route", ["shm", *(pytest.param(route, marks=pytest.mark.slow) for route in ("disk", "broadcast"))]
-)
+@pytest.mark.parametrize("route", ["shm", "broadcast"])
 def test_version_sent_by_two_ranks_is_served_completely(start: Any, new_model_path: Path, route: str) -> None:
     trainer, _ = start(2, route)
     new = parameters(new_model_path)
@@ -332,26 +329,9 @@ def test_shm_server_killed_during_stage_is_evicted_update_continues(start: Any, 
     assert trainer.generate().versions == [1] * 5
 
 
-@pytest.mark.slow
-def test_shm_stale_buffer_fails_receipt_check(start: Any, model_path: Path, new_model_path: Path) -> None:
-    """Stage the buffer of an earlier version under the number of the new one."""
-    trainer, _ = start(1, "shm")
-    old, new = parameters(model_path), parameters(new_model_path)
-    trainer.publish(1, old)
-    trainer_receipt = trainer.send(2, new, specs_of(new))
-    trainer.receipts.result(DEADLINE)
-    stale = replace(trainer.sender.begin(1, specs_of(new)), version=2)
-
-    (receipt,) = trainer.loop.run(trainer.engine.stage_weights(stale), DEADLINE)
-
-    with pytest.raises(WeightUpdateError, match=rf"route shm, version 2.*'{new[0][0]}' differs"):
-        verify_receipt(trainer_receipt, receipt, "shm")
-    assert trainer.generate().versions == [1] * 5
-
-
-def _send_and_die(route: str, location: str, addresses: list[str], tensors: Tensors) -> None:
+def _send_and_die(addresses: list[str], tensors: Tensors) -> None:
     """Run a trainer that kills itself before the last parameter."""
-    trainer = Trainer(addresses, route, location)
+    trainer = Trainer(addresses, "broadcast", "tcp://127.0.0.1:0?timeout=4")
 
     def pairs() -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(tensors):
@@ -363,25 +343,21 @@ def _send_and_die(route: str, location: str, addresses: list[str], tensors: Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["broadcast", pytest.param("shm", marks=pytest.mark.nightly)])
 def test_trainer_killed_midway_servers_continue_and_new_trainer_publishes(
     start: Any,
     model_path: Path,
     new_model_path: Path,
-    tmp_path: Path,
-    route: str,
     monkeypatch: pytest.MonkeyPatch,
     pytestconfig: pytest.Config,
 ) -> None:
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath))  # lets the new process import this module
     # a long timeout, because servers join only after the timeout of the killed trainer
-    trainer, servers = start(2, route, step=10 * STEP)
+    trainer, servers = start(2, step=10 * STEP)
     new = parameters(new_model_path)
     trainer.publish(1, parameters(model_path))
-    location = "tcp://127.0.0.1:0?timeout=4" if route == "broadcast" else str(tmp_path / "weights")
     addresses = [server.address for server in servers]
     process = multiprocessing.get_context("spawn").Process(
-        target=_send_and_die, args=(route, location, addresses, [(n, t.clone()) for n, t in new]), daemon=True
+        target=_send_and_die, args=(addresses, [(n, t.clone()) for n, t in new]), daemon=True
     )
 
     process.start()

@@ -34,12 +34,6 @@ def router() -> Router:
     return Router([Server(f"http://s{i}", 0) for i in range(3)], Clock(), rejoin_timeout=10.0)
 
 
-def test_choose_without_group_returns_least_busy_server(router: Router) -> None:
-    router.servers[0].open, router.servers[1].open, router.servers[2].open = 3, 1, 2
-
-    assert router.choose() is router.servers[1]
-
-
 def test_sorted_by_load_least_busy_first_ties_random(router: Router) -> None:
     router.servers[1].open = 2
 
@@ -150,16 +144,6 @@ def test_choose_all_failed_returns_server_with_earliest_cooldown_end(router: Rou
     assert router.choose() is router.servers[1]
 
 
-def test_evict_server_is_not_chosen(router: Router) -> None:
-    for server in router.servers[:2]:
-        router.evict(server, "did not acknowledge")
-    assert router.choose() is router.servers[2]
-
-    router.evict(router.servers[2], "did not acknowledge")
-
-    assert router.choose() is None
-
-
 async def test_wait_live_returns_after_readmit_or_timeout(router: Router) -> None:
     clock = router.clock
     assert isinstance(clock, Clock)
@@ -203,23 +187,3 @@ async def test_evict_cancels_requests_and_readmit_resets_failures(router: Router
     for other in router.servers[1:]:
         other.open = 1
     assert router.choose() is server
-
-
-async def test_run_canceled_caller_cancels_work(router: Router) -> None:
-    ended = asyncio.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    task = asyncio.create_task(router.servers[0].run(work()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-
-    task.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()

@@ -69,14 +69,13 @@ def _reference_uniform(seed: int, position: int) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.nightly), 0.5])
-def test_sample_many_draws_follow_the_tempered_distribution(temperature: float) -> None:
+def test_sample_many_draws_follow_the_tempered_distribution() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 20) * 2
 
-    counts = torch.bincount(draws(logits, 50_000, temperature=temperature), minlength=20) / 50_000
+    counts = torch.bincount(draws(logits, 50_000, temperature=0.5), minlength=20) / 50_000
 
-    torch.testing.assert_close(counts, torch.softmax(logits[0] / temperature, -1), atol=0.01, rtol=0)
+    torch.testing.assert_close(counts, torch.softmax(logits[0] / 0.5, -1), atol=0.01, rtol=0)
 
 
 def test_sample_truncated_logprobs_are_of_the_full_distribution() -> None:

@@ -71,15 +71,16 @@ async def request(
     return sent[0]["status"], json.loads(sent[-1]["body"]), names
 
 
-@pytest.mark.parametrize("path", ["/generate", "/server_info", "/update_weights_from_disk", "/metrics", "/rl/stats"])
-async def test_guard_without_valid_key_rejects_request(server: ModuleType, path: str) -> None:
+async def test_guard_without_valid_key_permits_only_one_freeze_gc(server: ModuleType) -> None:
     app = App()
     guard = server.Guard(app, "secret")
 
-    for key in ("", "other"):
-        status, reply, _ = await request(guard, path, key)
-        assert (status, reply["error"]["message"][:27]) == (401, "the request carries no vali")
+    for path in ("/generate", "/server_info", "/update_weights_from_disk", "/metrics", "/rl/stats"):
+        for key in ("", "other"):
+            status, reply, _ = await request(guard, path, key)
+            assert (status, reply["error"]["message"][:27]) == (401, "the request carries no vali"), path
     assert not app.paths
+    assert [(await request(guard, "/freeze_gc", body={}))[0] for _ in range(2)] == [200, 401]
 
 
 async def test_guard_generation_key_permits_only_generation_and_reads(server: ModuleType) -> None:
@@ -91,12 +92,6 @@ async def test_guard_generation_key_permits_only_generation_and_reads(server: Mo
         assert (await request(guard, path, key, {}))[0] == 403
     assert (await request(guard, "/health"))[0] == 200
     assert app.paths == ["/generate", "/v1/models", "/health"]
-
-
-async def test_guard_permits_freeze_gc_without_key_once(server: ModuleType) -> None:
-    guard = server.Guard(App(), "secret")
-
-    assert [(await request(guard, "/freeze_gc", body={}))[0] for _ in range(2)] == [200, 401]
 
 
 async def test_guard_health_is_forwarded_until_first_success(server: ModuleType) -> None:
@@ -207,7 +202,7 @@ def test_load_staged_loads_weights(server: ModuleType, tmp_path: Path, monkeypat
     assert torch.equal(model.model.qkv_proj.weight[4:6], sent["model.k_proj.weight"])
 
 
-@pytest.mark.parametrize("name", ["qkv_proj.weight", "qkv_proj.bias", "down_proj.weight", "embed_tokens.weight"])
+@pytest.mark.parametrize("name", ["qkv_proj.bias", "embed_tokens.weight"])
 def test_compare_changed_parameter_raises(
     server: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -253,9 +248,8 @@ def test_load_staged_without_effect_reports_to_http_process(
     assert "the served tensor differs" in (tmp_path / server.FAILED).read_text()
 
 
-@pytest.mark.parametrize(
-    ("nodes", "allowed", "ranks", "expected"),
-    [
+def test_cores_by_rank_are_disjoint_and_too_few_cores_exit(server: ModuleType) -> None:
+    for nodes, allowed, ranks, expected in (
         (["0,1"], [0, 1], 1, ""),
         (["0,1", "2,3"], [0, 1, 2, 3], 2, ""),  # SGLang assigns one node per rank
         (["0,1"], [0, 1], 2, "0|1"),
@@ -263,14 +257,7 @@ def test_load_staged_without_effect_reports_to_http_process(
         (["0,1", "2,3"], [0, 1, 2, 3, 4, 5, 6, 7], 4, "0|1|2|3"),  # one logical core per physical core
         (["4"], [4, 68], 2, "4|68"),  # too few physical cores
         ([], [68], 1, "68"),
-    ],
-)
-def test_cores_by_rank_are_disjoint(
-    server: ModuleType, nodes: list[str], allowed: list[int], ranks: int, expected: str
-) -> None:
-    assert server.cores_by_rank(nodes, allowed, ranks) == expected
-
-
-def test_cores_by_rank_with_too_few_cores_exits(server: ModuleType) -> None:
+    ):
+        assert server.cores_by_rank(nodes, allowed, ranks) == expected
     with pytest.raises(SystemExit, match=r"tensor size 4 on CPUs: .*found 2"):
         server.cores_by_rank(["0,1"], [0, 1], 4)

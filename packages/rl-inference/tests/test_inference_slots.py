@@ -1,4 +1,4 @@
-"""Decode slots in this process: log-probs of every family compared with transformers, in any batch."""
+"""Decode slots in this process: scores, shared and chunked prefills, and ends of completions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,9 @@ from rl_inference.testing import END_ID, reference_logprobs, reference_model, ti
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
-    "qwen3-sliding": {**SLIDING, "use_sliding_window": True},
-    "qwen2": {},
-    "llama": {"tie_word_embeddings": False},
-    "mistral": {"sliding_window": 8},
     "gemma2": {**SLIDING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
-    "gemma3_text": SLIDING,
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
 }
-QUICK_AND_SLOW = [
-    *("qwen3", "gemma2", "gemma3_text"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-sliding", "qwen2", "llama", "mistral", "gpt2")),
-]
 
 
 def job(prompt: list[int], tokens: int, seed: int = 1, **settings: Any) -> GenerationJob:
@@ -62,42 +53,15 @@ def run(table: SlotTable, jobs: list[GenerationJob], stagger: int = 0) -> None:
         step += 1
 
 
-@pytest.mark.parametrize("family", QUICK_AND_SLOW)
-def test_decode_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
-    model, table = reference_model(path), load(path)
-    jobs = [job([5, 9, 30 + i, *range(40, 40 + 3 * i)], 6 + 5 * i, seed=i) for i in range(6)]
-
-    run(table, jobs, stagger=3)
-
-    for each in jobs:
-        assert len(each.output_ids) == each.generation.max_new_tokens
-        expected = reference_logprobs(model, each.prompt, each.output_ids)
-        assert each.logprobs == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("family", QUICK_AND_SLOW)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_score_any_family_equals_transformers_forward(family: str, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "model", family.split("-")[0], **FAMILIES[family])
+    path = tiny_model(tmp_path / "model", family, **FAMILIES[family])
     ids = [5, 9, 77, *range(40, 60)]
 
     logprobs = load(path).model.score(ids, 0.8)
 
     expected = reference_logprobs(reference_model(path), ids[:1], ids[1:], 0.8)
     assert logprobs == pytest.approx([0.0, *expected], abs=1e-5)
-
-
-def test_batching_same_seed_gives_same_tokens_in_any_batch(model_path: Path) -> None:
-    table = load(model_path)
-    alone = job([5, 9, 30], 40, seed=7, temperature=0.9)
-    run(table, [alone])
-    batched = job([5, 9, 30], 40, seed=7, temperature=0.9)
-    other_jobs = [job([8, 9, 30 + i, *range(i)], 5 + 7 * i, seed=i, top_p=0.8 if i % 2 else 1.0) for i in range(10)]
-
-    run(table, [*other_jobs[:4], batched, *other_jobs[4:]], stagger=2)
-
-    assert batched.output_ids == alone.output_ids
-    assert batched.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def record_pass_sizes(table: SlotTable) -> list[int]:
@@ -127,59 +91,11 @@ def test_admit_same_prompts_share_one_prefill(model_path: Path) -> None:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
 
 
-def test_admit_known_prefix_is_reused_unless_weights_changed(model_path: Path) -> None:
-    table, model = load(model_path), reference_model(model_path)
-    passes = record_pass_sizes(table)
-    prompt = list(range(3, 3 + 40))
-    jobs = [job([*prompt, 50 + i], 20, seed=i) for i in range(4)]
-    for i, each in enumerate(jobs):
-        table._version = lambda version=i // 2: version  # type: ignore[misc]
-        table.admit(deque([each]))
-        table.step()
-
-    run(table, [])
-
-    # 41 tokens are prefilled; one block of 32 of the second prompt is cached; then the version changes
-    assert passes[:4] == [41, 1 + 9, 2 + 41, 3 + 9]
-    for each in jobs:
-        assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
-
-
-def test_admit_stale_prefix_changes_logprobs(model_path: Path) -> None:
-    """Injected fault: without a version change, keys and values of old weights are reused."""
-    table, model = load(model_path), reference_model(model_path)
-    prompt = list(range(3, 3 + 40))
-    run(table, [job([*prompt, 50], 4)])
-    with torch.no_grad():
-        for served, reference in zip(table.model.model.parameters(), model.parameters(), strict=True):
-            served.mul_(1.5)
-            reference.mul_(1.5)
-    stale = job([*prompt, 51], 4)
-
-    run(table, [stale])
-
-    assert stale.logprobs != pytest.approx(reference_logprobs(model, stale.prompt, stale.output_ids), abs=1e-3)
-
-
-def test_admit_next_turn_prefills_only_new_tokens(model_path: Path) -> None:
-    table, model = load(model_path), reference_model(model_path)
-    first = job(list(range(3, 40)), 30)
-    run(table, [first])
-    passes = record_pass_sizes(table)
-    second = job([*first.tokens, 7, 8], 5)
-
-    run(table, [second])
-
-    assert passes[0] == len(second.prompt) - 66  # all but the last token of the first turn are in the cache
-    assert second.logprobs == pytest.approx(reference_logprobs(model, second.prompt, second.output_ids), abs=1e-5)
-
-
-@pytest.mark.parametrize("number", ["nan", "-inf"])
-def test_record_non_finite_logprob_ends_job_with_error(model_path: Path, number: str) -> None:
-    """Minus infinity occurs if only the end token is possible but still blocked. JSON has neither value."""
+def test_record_non_finite_logprob_ends_job_with_error(model_path: Path) -> None:
+    """Minus infinity occurs if only the end token is possible but still blocked. JSON does not have it."""
     table, end = load(model_path), torch.tensor([END_ID])
     lm_head = table.model.model.get_output_embeddings()
-    lm_head.register_forward_hook(lambda _, __, out: torch.full_like(out, float(number)).index_fill(-1, end, 0.0))
+    lm_head.register_forward_hook(lambda _, __, out: torch.full_like(out, float("-inf")).index_fill(-1, end, 0.0))
     broken = job([5], 20)
 
     run(table, [broken])
@@ -187,7 +103,7 @@ def test_record_non_finite_logprob_ends_job_with_error(model_path: Path, number:
     assert broken.finish_reason is not None
     assert broken.finish_reason["type"] == "error"
     assert broken.finish_reason["message"].startswith("version 0 of the weights")
-    assert number in broken.finish_reason["message"]
+    assert "-inf" in broken.finish_reason["message"]
 
 
 @pytest.mark.gpu
@@ -204,9 +120,8 @@ def test_decode_on_a_gpu_equals_transformers_forward(model_path: Path) -> None:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
-def test_step_long_prompts_are_prefilled_in_chunks(family: str, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "model", family, **FAMILIES[family])
+def test_step_long_prompts_are_prefilled_in_chunks(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "model", "gemma2", **FAMILIES["gemma2"])
     table, model = load(path, slots=6, prefill_tokens=50), reference_model(path)
     decoding = job([5, 9], 60)
     table.admit(deque([decoding]))
@@ -220,21 +135,6 @@ def test_step_long_prompts_are_prefilled_in_chunks(family: str, tmp_path: Path) 
     assert passes[0] == 1 + 50
     for each in [decoding, *jobs]:
         assert each.logprobs == pytest.approx(reference_logprobs(model, each.prompt, each.output_ids), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_take_all_and_admit_again_continues_the_completion(model_path: Path) -> None:
-    table = load(model_path)
-    complete, interrupted = job([5, 9, 30], 30, seed=3), job([5, 9, 30], 30, seed=3)
-    run(table, [complete])
-
-    waiting = deque([interrupted])
-    table.admit(waiting)
-    for _ in range(11):
-        table.step()
-    run(table, table.take_all())
-
-    assert interrupted.output_ids == complete.output_ids
 
 
 def test_sample_end_token_blocked_until_minimum_then_allowed(model_path: Path) -> None:

@@ -76,8 +76,7 @@ def attempt_of(meta: WeightUpdateMeta, checkpoint: Path, area: Path, state: Any 
     return attempt
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("route", ["shm", "disk"])
+@pytest.mark.parametrize(("route", "dtype"), [("shm", "bfloat16"), ("disk", "float32")])
 def test_attempt_with_adapter_merges_as_the_trainer(tmp_path, monkeypatch, checkpoint, route, dtype):
     monkeypatch.setenv(staging.WEIGHTS_DIR, str(tmp_path))
     meta, sent = put_weights(tmp_path / "weights", 1, matrices(1).items(), route)
@@ -252,11 +251,9 @@ def test_open_gpu_memory_of_unknown_device_names_it():
             stored.open_gpu_memory(invalid)
 
 
-@pytest.mark.parametrize("engine", [VLLMEngine, SGLangEngine])
-def test_capabilities_have_ipc_only_on_gpus_and_lora_always(engine):
-    config = (VLLMEngineConfig if engine is VLLMEngine else SGLangEngineConfig)()
-
-    assert "ipc" in engine(config, ServeSpec(gpus=1, device="cuda")).capabilities.routes
-    on_cpu = engine(config, ServeSpec(device="cpu")).capabilities
-    assert on_cpu.routes == ("shm", "disk", "broadcast")
-    assert on_cpu.lora
+def test_capabilities_have_ipc_only_on_gpus_and_lora_always():
+    for engine, config in ((VLLMEngine, VLLMEngineConfig()), (SGLangEngine, SGLangEngineConfig())):
+        assert "ipc" in engine(config, ServeSpec(gpus=1, device="cuda")).capabilities.routes
+        on_cpu = engine(config, ServeSpec(device="cpu")).capabilities
+        assert on_cpu.routes == ("shm", "disk", "broadcast")
+        assert on_cpu.lora

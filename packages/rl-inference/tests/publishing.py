@@ -81,20 +81,21 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def client(
+async def client[T: EmbeddedEngine](
     servers: list[ServerProcess],
     weights_dir: str = "",
     names: ServerSource | None = None,
+    kind: type[T] = EmbeddedEngine,
     update_timeout: float = 300.0,
     rejoin_timeout: float = 60.0,
     progress_timeout: float = 1.5,
     probe_interval: float = 0.1,
     probe_timeout: float = 1.0,
-) -> AsyncIterator[EmbeddedEngine]:
+) -> AsyncIterator[T]:
     """Yield a client that notices a lost server within seconds."""
     spec = ServeSpec(weights_dir=weights_dir, update_timeout=update_timeout, rejoin_timeout=rejoin_timeout)
     with probes(probe_interval, probe_timeout):
-        engine = EmbeddedEngine(spec=spec, client=ClientConfig(progress_timeout=progress_timeout))
+        engine = kind(spec=spec, client=ClientConfig(progress_timeout=progress_timeout))
         engine.initialize([server.address for server in servers])
         if names is not None:
             assert engine.follow_discovery(names)

@@ -18,6 +18,7 @@ from rl_contracts.errors import ConfigError
     ("field", "value", "expected"),
     [
         ("max_new_tokens", 0, "at least 1"),
+        ("min_new_tokens", -1, r"between 0 and max_new_tokens \(256\)"),
         ("min_new_tokens", 257, r"between 0 and max_new_tokens \(256\)"),
         ("temperature", float("nan"), r"0 \(greedy\) or 1e-4 to 1e4"),
         ("temperature", float("inf"), r"0 \(greedy\) or 1e-4 to 1e4"),
@@ -26,9 +27,11 @@ from rl_contracts.errors import ConfigError
         ("top_p", 1.1, r"in \(0, 1\]"),
         ("top_k", -1, r"0 \(off\) or more"),
         ("min_p", 1.0, r"in \[0, 1\)"),
+        ("min_p", -0.1, r"in \[0, 1\)"),
         ("presence_penalty", 2.5, r"in \[-2, 2\]"),
         ("frequency_penalty", -2.5, r"in \[-2, 2\]"),
         ("repetition_penalty", 0.0, r"in \[0\.01, 100\] \(1 is off\)"),
+        ("repetition_penalty", float("inf"), r"in \[0\.01, 100\] \(1 is off\)"),
     ],
 )
 def test_generation_config_value_out_of_range_names_field_and_range(field: str, value: Any, expected: str) -> None:

@@ -247,6 +247,7 @@ EVERYTHING = slice(None)
     [
         (without("versions"), r"'versions' is missing.* \['advantages'"),
         (without("input_ids"), "'input_ids' is missing"),
+        (without("temperature"), "'temperature' is missing"),
         (replaced("logprobs", torch.zeros(4, 6, dtype=torch.float64)), r"'logprobs'\]: expected float32 \[4, 6\]"),
         (replaced("versions", torch.zeros(4, 7, dtype=torch.int32)), r"expected int32 \[4, 6\], found int32 \[4, 7\]"),
         (replaced("rewards", torch.zeros(4, 6)), r"'rewards'\]: expected float32 \[4\], found float32 \[4, 6\]"),
@@ -259,6 +260,7 @@ EVERYTHING = slice(None)
         (with_fault(attention_mask=(5, False), loss_mask=(5, True)), "sequence 2 .* loss_mask .* padding"),
         (with_fault(loss_mask=(3, True), versions=(3, -1)), r"sequence 2 .*\(versions is -1\)"),
         (with_fault(logprobs=(3, float("nan"))), "sequence 2 .* log-probs .* not finite"),
+        (with_fault(logprobs=(0, float("-inf"))), "sequence 2 .* log-probs .* not finite"),
         (
             replaced("temperature", torch.tensor([1.0, 1.0, 0.0, -1.0])),
             r"sequence 2 .* temperature .* not positive and finite; .*: 2\.",

@@ -365,10 +365,13 @@ def test_prepared_entries_are_all_listed_in_run_log(model_path, other_path):
         {"kl": KLConfig("loss", 0.1)} | M2PO,
         {"proximal": "interpolate"},
     ):
-        batch = _batch()
-        _full_actor(model_path, other_path, **settings).prepare(batch)
+        batch = _batch(version=1)
+        actor = _full_actor(model_path, other_path, **settings)
+        actor.engine.version = 3
+        actor.prepare(batch)
         added_keys |= set(batch.keys()) - initial_keys
     assert added_keys <= set(COMPUTED)
+    assert (batch["staleness"][batch["loss_mask"]] == 2).all()
 
 
 def test_actor_prompt_mean_weighs_groups_equally(engine):

@@ -271,6 +271,7 @@ def test_parser_tokenizer_with_response_template_uses_transformers() -> None:
     [
         '<tool_call>{"tool": "{{ call.name }}", "values": {{ call.arguments | tojson }}}</tool_call>',
         '<tool_call>{"name": "{{ call.name }}", "arguments": {}}</tool_call>',
+        '<|tool_call|>[{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]<|/tool_call|>',
         "{{ call.arguments.missing.key }}",
     ],
 )

@@ -551,7 +551,7 @@ def test_dynamic_sampling_nearly_equal_rewards_count_as_equal(rewards, expected)
     assert dynamic_sampling(trajectories) is expected
 
 
-@pytest.mark.parametrize("reward", [1e39, float("nan")])
+@pytest.mark.parametrize("reward", [1e39, -1e39, float("nan")])
 def test_with_ids_reward_not_finite_in_float32_is_rejected(clock, reward):
     with pytest.raises(DataError, match="float32"):
         with_ids([_trajectory(reward=reward)], EpisodeContext(0, 0, 0, 0, {}, clock))

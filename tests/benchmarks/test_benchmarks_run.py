@@ -14,7 +14,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parent
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 def run(name: str, *options: str, timeout: float = 560) -> dict[str, Any]:
@@ -40,13 +40,8 @@ def keep_signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
-IN_CI = [name for name in benchmark_files() if name != "rollout_endpoint.py"]
-NIGHTLY = [pytest.param("rollout_endpoint.py", marks=pytest.mark.nightly)]
-"""Not in CI: it once exceeded the time limit next to other work, for an unknown reason."""
-
-
 @pytest.mark.usefixtures("keep_signals")
-@pytest.mark.parametrize("program", [*IN_CI, *NIGHTLY])
+@pytest.mark.parametrize("program", benchmark_files())
 def test_benchmark_quick_last_line_is_a_json_object(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,8 +53,7 @@ def test_benchmark_quick_last_line_is_a_json_object(
     assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1]), dict)
 
 
-@pytest.mark.nightly  # eight minutes
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(3000)  # eight minutes
 def test_grpo_step_with_trl_reports_ratios_and_completions_to_goal() -> None:
     results = run("grpo_step.py", "--peer", "trl", "--repeats", "1", "--seeds", "1", timeout=2900)
     for case in ("uniform", "long_tail"):
@@ -69,7 +63,6 @@ def test_grpo_step_with_trl_reports_ratios_and_completions_to_goal() -> None:
     assert all(results["samples"]["completions"][side][0] for side in ("rl", "trl"))
 
 
-@pytest.mark.nightly  # minutes
 def test_embedded_server_reports_ratio_to_transformers_per_case() -> None:
     results = run("embedded_server.py", "--rounds", "1")
     assert results["logprob_error"] < 2e-5
@@ -79,7 +72,6 @@ def test_embedded_server_reports_ratio_to_transformers_per_case() -> None:
     assert results["long_tail"]["requests"] == 512
 
 
-@pytest.mark.nightly  # minutes, and an idle machine for the latencies
 def test_rollout_endpoint_is_within_its_limits(record_property: Callable[[str, object], None]) -> None:
     results = run("rollout_endpoint.py")
     for agents in ("1", "16", "128"):
@@ -91,7 +83,6 @@ def test_rollout_endpoint_is_within_its_limits(record_property: Callable[[str, o
     assert results["exceeded_limits"] == []
 
 
-@pytest.mark.nightly  # two minutes of windows
 def test_embedded_server_scores_mixed_load_retains_required_rates(
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -105,7 +96,6 @@ def test_embedded_server_scores_mixed_load_retains_required_rates(
         assert retained["scoring"] >= 1 / 4
 
 
-@pytest.mark.nightly  # a minute
 def test_rollout_runtime_few_episodes_reports_rate_memory_baselines() -> None:
     results = run("rollout_runtime.py", "--outstanding", "800", "--batches", "4", "--repeats", "1")
     assert results["runtime"]["episodes"] == 4 * results["outstanding"] / 10
@@ -115,7 +105,6 @@ def test_rollout_runtime_few_episodes_reports_rate_memory_baselines() -> None:
     assert min(results[baseline]["tasks_per_s"] for baseline in ("tasks", "engine")) > 0
 
 
-@pytest.mark.nightly
 def test_staleness_sweep_measured_and_simulated_keep_max_staleness(tmp_path: Path) -> None:
     results = run("staleness_sweep.py", "--steps", "12", "--svg", str(tmp_path / "plot.svg"))
     for kind in ("measured", "simulated"):
@@ -125,7 +114,6 @@ def test_staleness_sweep_measured_and_simulated_keep_max_staleness(tmp_path: Pat
             assert row["groups_per_s"] > 0
 
 
-@pytest.mark.nightly  # minutes of simulation
 def test_areal_speedups_planned_are_within_15_percent_of_published(
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -136,14 +124,12 @@ def test_areal_speedups_planned_are_within_15_percent_of_published(
         assert results[model]["within_tolerance"]
 
 
-@pytest.mark.nightly  # four runs of two processes each
 def test_async_overlap_few_steps_reports_seconds_of_all_runs() -> None:
     results = run("async_overlap.py", "--steps", "4", "--warmup", "1", "--repeats", "1")
     assert set(results["seconds_per_step"]) == {"asynchronous", "synchronous", "training", "generation"}
     assert all(seconds > 0 for seconds in results["seconds_per_step"].values())
 
 
-@pytest.mark.nightly  # every route to every server
 def test_weight_publish_small_model_reports_ratio_per_route() -> None:
     results = run("weight_publish.py", "--mebibytes", "8", "--warmup", "1", "--rounds", "2")
     for route in ("shm", "broadcast", "disk"):
@@ -152,7 +138,6 @@ def test_weight_publish_small_model_reports_ratio_per_route() -> None:
     assert 7 < results["shm"]["mebibytes"] < 9
 
 
-@pytest.mark.nightly
 def test_servers_client_cpu_time_per_completion_is_at_most_2_ms(
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -166,8 +151,7 @@ def test_servers_client_cpu_time_per_completion_is_at_most_2_ms(
         assert 0 < results[server]["minimal"] < results[server]["client"] <= results[server]["required"] == 2
 
 
-@pytest.mark.nightly  # starts each server whose environment exists
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1800)  # starts each server whose environment exists
 def test_servers_quick_reports_metrics_or_reason_for_skipping() -> None:
     every = [option for server in ("embedded", "vllm", "sglang") for option in ("--server", server)]
     results = run("servers.py", "--quick", *every, timeout=1700)
@@ -183,8 +167,7 @@ def test_servers_quick_reports_metrics_or_reason_for_skipping() -> None:
             assert min(result["publish"][route].values()) > 0
 
 
-@pytest.mark.nightly  # minutes of an idle machine for each case
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1500)  # minutes of an idle machine for each case
 @pytest.mark.parametrize(
     "case",
     ["server-kill", "server-stop", "trainer-kill", "node-ray", "node-slurm-spare", "node-slurm-requeue", "cost"],
@@ -206,7 +189,6 @@ def test_recovery_is_within_its_limits(case: str, record_property: Callable[[str
     assert (result["ok"], result["seconds"]["max"] <= result["limit"]) == (True, True)
 
 
-@pytest.mark.nightly
 def test_train_step_small_with_peers_reports_rates_and_fill() -> None:
     sizes = {"rows": 24, "longest": 96, "max-tokens": 128, "vocabulary": 512, "hidden": 64, "repeats": 1}
     options = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
@@ -216,8 +198,7 @@ def test_train_step_small_with_peers_reports_rates_and_fill() -> None:
     assert 0.5 < step["fill"] <= 1
 
 
-@pytest.mark.nightly  # minutes
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1500)  # minutes
 def test_train_step_loss_reports_memory_and_time_of_both_sides() -> None:
     loss = run("train_step.py", "--part", "loss", "--repeats", "1", timeout=1400)["loss"]
     assert loss["memory_ratio"] > 0

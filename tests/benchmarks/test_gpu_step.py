@@ -28,7 +28,7 @@ def run_tiny() -> dict[str, list[dict[str, Any]]]:
     return {part: [line for line in lines if line["part"] == part] for part in "abc"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # two minutes
 def test_tiny_run_reports_training_combinations_run_and_gpu_tests() -> None:
     results = run_tiny()
 

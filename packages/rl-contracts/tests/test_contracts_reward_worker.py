@@ -462,7 +462,7 @@ async def test_worker_killed_while_idle_is_replaced() -> None:
         assert await score(wrapper, "fine") != first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # needs an idle machine
 async def test_call_trivial_rewards_reach_3000_per_second(rewards: Any) -> None:
     async with AsyncRewardWrapper(rewards.exact) as wrapper:
         best_rate, rounds = 0.0, 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_contracts.chat.reasoning import MARKS, split_reasoning
+from rl_contracts.chat.reasoning import split_reasoning
 
 THINK, GPT_OSS = "<think>\n", "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>so 5<|end|><|start|>assistant"
@@ -11,10 +11,23 @@ TO_TOOL = "<|channel|>commentary to=functions.add<|message|>{}"
 FINAL = "<|channel|>final<|message|>It is 5."
 
 
+MARKS = [
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("to=self<|message|>", "to=user<|message|>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+]
+
+
 def test_split_reasoning_finds_the_marks_of_each_family():
     for start, end in MARKS:
-        if start != "<|channel|>":
-            assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5."), start
+        assert split_reasoning(f"{start}\nso 5\n{end}\n\nIt is 5.") == ("so 5", "It is 5."), start
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,15 @@ def test_validate_command_accepts_columns(tmp_path: Path, capsys: pytest.Capture
     assert "--columns: expected FIELD=COLUMN" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["weight", "train"])
-def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path, key: str) -> None:
-    wrong = {"from": "gpt", "value": "3", key: 0.0 if "weight" in key else False}
-    talk = [USER | {key: 0}, wrong, USER, ASSISTANT | {key: True}]
+def test_chat_turn_with_a_switch_off_has_weight_0(tmp_path: Path) -> None:
+    for key in ("weight", "loss_weight", "train", "trainable", "training", "learn", "loss"):
+        wrong = {"from": "gpt", "value": "3", key: 0.0 if "weight" in key else False}
+        talk = [USER | {key: 0}, wrong, USER, ASSISTANT | {key: True}]
 
-    rows = Chat(write(tmp_path / "a.jsonl", {"messages": talk}), form="sft")
+        rows = Chat(write(tmp_path / "a.jsonl", {"messages": talk}), form="sft")
 
-    assert rows[0]["messages"] == [USER, {"role": "assistant", "content": "3", "weight": 0}, USER, ASSISTANT]
+        expected = [USER, {"role": "assistant", "content": "3", "weight": 0}, USER, ASSISTANT]
+        assert rows[0]["messages"] == expected, key
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,14 @@ CALL = {"name": "add", "arguments": {}}
 def test_chat_unsupported_message_entry_is_rejected(tmp_path: Path, message: Any, key: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{key}"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [message, USER, ASSISTANT]}))
+
+
+def test_chat_message_entry_of_an_unread_name_is_rejected(tmp_path: Path) -> None:
+    unread = {"no_grad": True, "audio": {"path": "a.wav"}, "documents": ["Ann was here."], "functions": "[{}]"}
+    for name, value in (unread | {"train_detail": [{"begin_offset": 0, "train": False}]}).items():
+        file = write(tmp_path / f"{name}.jsonl", {"messages": [USER, ASSISTANT | {name: value}]})
+        with pytest.raises(DataError, match=rf"{name}\.jsonl:1: .*{name!r}"):
+            Chat(file)
 
 
 @pytest.mark.parametrize(

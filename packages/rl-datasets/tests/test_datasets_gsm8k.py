@@ -143,7 +143,7 @@ def test_gsm8k_unreadable_file_error_names_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_gsm8k_unreachable_hub_is_not_retried_and_names_sources(tmp_path):
+def test_gsm8k_unreachable_hub_is_not_retried_and_names_sources(tmp_path, monkeypatch):
     code = "import rl_datasets; rl_datasets.GSM8K('no-such-owner/nothing', 'train')"
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": ""}
 
@@ -153,6 +153,10 @@ def test_gsm8k_unreachable_hub_is_not_retried_and_names_sources(tmp_path):
     assert "Retrying" not in done.stderr
     assert "DataError: no-such-owner/nothing: expected a directory" in done.stderr
     assert "Without a network, set data.path to a directory that contains train.jsonl" in done.stderr
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("rl_datasets.files._is_hub_reachable", lambda hub_id: pytest.fail(f"contacted for {hub_id}"))
+    with pytest.raises(DataError, match="no-such-owner/nothing"):
+        GSM8K("no-such-owner/nothing", "train")
 
 
 def test_gsm8k_reads_file_with_byte_order_mark(tmp_path):

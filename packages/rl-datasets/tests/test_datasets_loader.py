@@ -193,6 +193,8 @@ def test_loader_can_load_a_state_after_use():
 @pytest.mark.parametrize(
     ("arguments", "n", "message"),
     [
+        ({"num_shards": 2}, 6, "num_shards=2, found num_shards=3"),
+        ({"num_shards": 3, "shard": 1}, 6, "shard=1, found shard=0"),
         ({"num_shards": 3, "seed": 1}, 6, "seed=1, found seed=0"),
         ({"num_shards": 3, "shuffle": False}, 6, "shuffle=False"),
         ({"num_shards": 3}, 7, "rows=7, found rows=6"),

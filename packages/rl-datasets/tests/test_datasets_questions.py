@@ -13,6 +13,15 @@ PIRATE = {"role": "system", "content": "You are a pirate."}
 HI, ARR = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr"}
 ALPACA = {"instruction": "Translate.", "input": "good day", "output": "guten Tag"}
 
+UNREAD = (
+    *("prompt", "instruction", "question", "query", "problem", "input", "dialog", "dialogue", "developer"),
+    *("history", "chat_history", "conversation_history", "context", "contexts", "ctx", "passage", "passages"),
+    *("document", "documents", "article", "story", "premise", "hypothesis", "choices", "options", "endings"),
+    *("option_a", "option_b", "option_c", "option_d", "opa", "opb", "opc", "opd"),
+    *("starter_code", "sql_context", "schema", "api_list", "chat_template_kwargs"),
+    *("image", "images", "image_path", "image_url", "video", "videos", "audio", "audios", "audio_path"),
+)
+
 
 def write(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -36,6 +45,11 @@ def write(path: Path, *rows: Any) -> Path:
             [("user", "hi"), ("assistant", "Arr"), ("user", "Who am I?")],
         ),
         ({"messages": [HI, ARR], "System_Prompt": "Be."}, {}, [("system", "Be."), ("user", "hi")]),
+        (
+            {"conversation_history": [["hi", "Arr"]], "messages": "Who?", "answer": "Ann", "system_instruction": "Be."},
+            {},
+            [("system", "Be."), ("user", "hi"), ("assistant", "Arr"), ("user", "Who?")],
+        ),
         ({"Instruction": "Add", "Input": 0, "answer": "0"}, {"messages": "Instruction"}, [("user", "Add\n\n0")]),
     ],
 )
@@ -71,6 +85,13 @@ def test_chat_question_columns_are_in_the_messages(
 def test_chat_unread_question_column_is_rejected_by_name(tmp_path: Path, row: Any, column: str) -> None:
     with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{column!r}"):
         Chat(write(tmp_path / "a.jsonl", {"messages": [HI, ARR]}, row))
+
+
+def test_chat_unread_question_column_of_each_name_is_rejected(tmp_path: Path) -> None:
+    for name in UNREAD:
+        file = write(tmp_path / f"{name}.jsonl", {"messages": [HI, ARR], name: "Ann was here."})
+        with pytest.raises(DataError, match=rf"{name}\.jsonl:1: .*{name!r}"):
+            Chat(file)
 
 
 def test_chat_columns_that_are_empty_or_in_the_question_are_accepted(tmp_path: Path) -> None:

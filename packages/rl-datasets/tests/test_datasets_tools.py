@@ -35,7 +35,7 @@ def write(path: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize(
     "columns",
     [
-        {"tools": json.dumps([WEATHER, STOCK])},
+        {"available_tools": json.dumps([WEATHER, STOCK])},
         {"tools": [json.dumps(WEATHER), json.dumps(STOCK)]},
         {"tools": [WEATHER["function"], STOCK["function"]]},
         {"tools": None, "tool_defs": [WEATHER, STOCK]},

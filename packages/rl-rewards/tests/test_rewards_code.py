@@ -61,6 +61,7 @@ FENCED = [
     f"{FENCE}\n{PROGRAM}{FENCE}\nOutput:\n{FENCE}\n2\n{FENCE}",
     f"<answer>{FENCE}python\n{PROGRAM}{FENCE}</answer>",
     f"{FENCE}python\n{PROGRAM}{FENCE} This adds one.",
+    f"{FENCE}\n{PROGRAM}{FENCE}<|im_end|>",
     f"The code is: {FENCE}python\n{PROGRAM}{FENCE}",
     f"**Code** (O(n)){FENCE}py3\r\n{PROGRAM}{FENCE}",
     f"- Code: {FENCE}python\n  {PROGRAM}  {FENCE}",

@@ -77,6 +77,7 @@ def test_adapter_updates_equal_plain_peft_and_torch(model_path, record_property)
     for name, value in engine_adapters.items():
         peft_adapters[name].data.copy_(value.detach())
     start = {name: value.detach().clone() for name, value in engine_adapters.items()}
+    assert not any(value.any() for name, value in start.items() if ".lora_B." in name)  # no effect before a step
     optimizer = torch.optim.AdamW(peft_adapters.values(), betas=(0.9, 0.95), eps=EPS, weight_decay=0.1)
 
     for step in range(6):

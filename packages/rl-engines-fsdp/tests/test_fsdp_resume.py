@@ -113,12 +113,13 @@ def test_non_finite_loss_with_finite_gradients_skips_the_step(model_path):
     engine = make_engine(model_path)
     before = weights_of(engine)
 
-    result = engine.train_batch(
-        make_batch(), lambda outputs, packed: (outputs.logprobs.sum() + torch.nan, {}), loss_weight_fn
-    )
+    for value in (torch.inf, torch.nan):
+        result = engine.train_batch(
+            make_batch(), lambda outputs, packed, value=value: (outputs.logprobs.sum() + value, {}), loss_weight_fn
+        )
 
-    assert result["applied"] == 0.0
-    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+        assert result["applied"] == 0.0, value
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items()), value
 
 
 # ---- forward passes without gradient

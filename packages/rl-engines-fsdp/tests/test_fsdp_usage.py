@@ -161,8 +161,10 @@ def test_stats_of_known_device_have_mfu_and_are_reset(tmp_path, monkeypatch):
     ("name", "dtype", "expected"),
     [
         ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
         ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
         ("Some GPU", "bfloat16", None),
     ],
 )

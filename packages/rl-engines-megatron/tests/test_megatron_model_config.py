@@ -123,6 +123,7 @@ def test_gpt_model_kwargs_reject_unsupported_rotary_embedding(rope, message):
             "'gemma3' is not supported; supported are gemma2, gemma3_text, llama, mistral, mixtral, qwen2, qwen3, ",
         ),
         (toy_config("llama", attention_bias=True), "attention_bias"),
+        (toy_config("llama", mlp_bias=True), "mlp_bias"),
         (toy_config("llama", hidden_act="gelu"), "hidden_act: expected 'silu', found 'gelu'"),
         (toy_config("qwen2", layer_types=["chunked_attention"] * 4), "chunked_attention"),
         (toy_config("qwen2", layer_types=["sliding_attention"] * 4), "sliding_window=None"),
@@ -136,6 +137,7 @@ def test_gpt_model_kwargs_reject_unsupported_rotary_embedding(rope, message):
     ids=[
         "family",
         "attention-bias",
+        "mlp-bias",
         "activation",
         "chunks",
         "no-window",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_contracts.errors import LaunchError
+from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.runtime.name_service import MemoryNames
 from rl_contracts.runtime.run_files import TAIL_BYTES, tail
 from rl_contracts.testing.waiting import wait_until
@@ -114,6 +114,11 @@ def test_informative_tail_shows_only_first_of_many_errors(tmp_path: Path) -> Non
 def test_fill_in_keeps_other_text(text: str, index: int, port: int) -> None:
     plain = text.replace("{index}", "").replace("{host}", "").replace("{port}", "")
     assert fill_in(plain + "|{index}|{host}|{port}", index, "::", port) == f"{plain}|{index}|::|{port}"
+
+
+def test_fill_in_port_without_port_raises() -> None:
+    with pytest.raises(ConfigError, match="needs_port"):
+        fill_in("{port}", 0, "localhost", None)
 
 
 def test_port_reservation_on_foreign_address_raises() -> None:

@@ -115,6 +115,8 @@ def test_folder_sizes_above_the_limit_fails(tmp_path, files, code):
         "feat(rl-rewards): partial credit",
         "fix!: reject settings when they are resolved\n\nBecause.\n# a comment of git's\n",
         "Merge branch 'main' into mine",
+        'Revert "feat: more"',
+        "fixup! feat: more",
     ],
 )
 def test_commit_message_in_conventional_form_passes(message):
@@ -209,7 +211,7 @@ def test_readme_of_infra_lists_every_script_and_image_file():
 # ---- all of CI
 
 
-@pytest.mark.parametrize("failing", ["infra/servers/build.py vllm", "pytest -q --all"])
+@pytest.mark.parametrize("failing", ["ruff check .", "infra/servers/build.py vllm", "pytest -q --all"])
 def test_ci_stops_with_the_message_of_the_failed_command(tmp_path, failing):
     """CI must build the environment of the server before the tests; without it, server tests are skipped."""
     calls = tmp_path / "calls"

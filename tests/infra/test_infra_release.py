@@ -4,6 +4,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import bump
 import check
@@ -39,6 +40,12 @@ def test_readme_of_a_package_has_install_commands_and_an_example():
         assert (from_index.name, from_index.url) == (package.name, None)
         assert (from_git.name, from_git.url, from_git.extras) == (package.name, git_url, from_index.extras)
         assert any(block.is_program for block in page_blocks), page
+
+
+def test_downstream_projects_require_one_package_each():
+    required = {project.name: check.required_package(project).name for project in check.DOWNSTREAM.iterdir()}
+
+    assert required == {"rewards": "rl-rewards", "losses": "rl-trainers"}
 
 
 # ---- metadata with injected faults
@@ -283,6 +290,16 @@ def test_missing_and_unexpected_files_in_builds_are_reported(root):
 def test_with_dependencies_adds_required_packages(root):
     assert [package.name for package in workspace.with_dependencies(["rl-user"], root)] == ["rl-base", "rl-user"]
     assert [package.name for package in workspace.with_dependencies(["rl-base"], root)] == ["rl-base"]
+
+
+def test_check_of_a_package_covers_its_dependencies_and_users(tmp_path, monkeypatch, capsys):
+    for name in ("build", "run_example", "Environment"):
+        monkeypatch.setattr(check, name, MagicMock())
+
+    check.main(["rl-rewards", "--out", str(tmp_path)])
+
+    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["rl-contracts", "rl-rewards", "rl-rewards:", "downstream/rewards"]
 
 
 def test_readme_without_install_command_is_rejected():

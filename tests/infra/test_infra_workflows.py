@@ -26,6 +26,11 @@ def _check_schema(schema, *paths):
     return CliRunner().invoke(check_jsonschema, arguments)
 
 
+def test_ci_has_lint_and_matrix_and_only_nightly_has_a_schedule():
+    assert {"lint", "matrix"} <= set(_read("ci.yml")["jobs"])
+    assert [path.name for path in WORKFLOWS if "schedule" in _read(path.name)["on"]] == ["nightly.yml"]
+
+
 def test_workflow_with_an_invalid_field_fails_the_schema_check(tmp_path):
     text = (WORKFLOWS[0].parent / "docs.yml").read_text()
     assert "runs-on:" in text

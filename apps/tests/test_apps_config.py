@@ -41,6 +41,24 @@ def test_compose_invalid_setting_is_rejected(override, message):
         _grpo(*override.split(" "))
 
 
+def test_compose_setting_with_invalid_value_raises_config_error():
+    for override in (
+        "cluster.device=gpu",
+        "rollout.interrupt=x",
+        "rollout.port=70000",
+        "rollout.reward_workers=0",
+        "actor.dtype=x",
+        "critic.clip=-1",
+        "data.batch_size=0",
+        "rollout.group_size=0",
+        "rollout.endpoint.discount=2",
+    ):
+        with pytest.raises(ConfigError, match=f"^{override.partition('=')[0]}: expected "):
+            _grpo("algorithm=ppo", override)  # with a critic
+    with pytest.raises(ConfigError, match=r"^actor\.optimizer\.lr: expected a number, found 'fast'"):
+        _grpo("actor.optimizer.lr=fast")
+
+
 def test_compose_allowed_biased_sampling_is_accepted():
     config = _grpo("rollout.generation.top_k=5", "rollout.allow_biased_sampling=true")
     assert config.rollout.generation.top_k == 5
@@ -100,7 +118,11 @@ def test_replay_with_an_unsupported_allocation_is_rejected(capsys, tmp_path):
     assert captured.out == ""
 
 
-def test_check_batch_below_the_replicas_suggests_their_number():
+def test_check_batch_describes_a_step_or_suggests_a_batch_size():
+    assert check_batch(16, 8, 2, 2) == (
+        "16 prompts x 8 completions = 128 sequences per step, 2 minibatch(es) of 64, 8 prompts per step from each of 2 "
+        "replica(s)"
+    )
     with pytest.raises(ConfigError, match="use 4"):
         check_batch(3, 8, 1, 4)
 

@@ -133,7 +133,7 @@ def test_prepare_from_scratch_predicts_nearly_uniform_tokens(tmp_path: Path) -> 
 
 def test_prepare_from_scratch_without_texts_raises_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="found none"):
-        prepare_from_scratch([], seed=0, cache_dir=tmp_path)
+        prepare_from_scratch(["", ""], seed=0, cache_dir=tmp_path)
 
 
 def test_chances_of_adding_opinions_depend_on_seed_not_meaning() -> None:

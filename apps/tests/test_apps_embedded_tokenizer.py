@@ -11,6 +11,7 @@ from rl_apps.embedded.curriculum import LESSONS, TOOL, lesson_answer, words_of
 from rl_apps.embedded.tokenizer import trained_tokenizer, word_problem_tokenizer
 from rl_apps.embedded.warmup import _batch, chances_of_adding
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.errors import DataError
 from rl_datasets.word_problems import ADDING, MAX_LEVEL, TAKING, WordProblems, draw_problem
 from rl_workflows.agents.message_parsing import MessageParser
 
@@ -67,6 +68,11 @@ def test_chat_template_generation_prompt_is_a_prefix_of_the_turn(tokenizer) -> N
     assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[len(prompt) : -1]) == row["messages"][1]["content"]
     assert ids[-1] == tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_chat_template_unknown_role_raises_data_error() -> None:
+    with pytest.raises(DataError):
+        ChatRenderer(TOKENIZER).render([{"role": "narrator", "content": "?"}])
 
 
 def test_warm_up_batch_matches_chat_template_ids_and_loss_mask() -> None:

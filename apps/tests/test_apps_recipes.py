@@ -7,11 +7,12 @@ from rl_apps.programs import gsm8k_grpo, gsm8k_sft, hh_rlhf
 from rl_apps.settings.compose import compose, to_yaml
 from rl_contracts.errors import ConfigError
 
-RATES = {"gsm8k-grpo": (3e-4, 1e-6), "hh-rlhf-dpo": (3e-4, 5e-7)}
+APPS = [gsm8k_grpo.APP, gsm8k_sft.APP, hh_rlhf.REWARD_MODEL, hh_rlhf.DPO]
+RATES = {"gsm8k-grpo": (3e-4, 1e-6), "gsm8k-sft": (3e-3, 1e-5), "hh-rlhf-rm": (1e-3, 1e-5), "hh-rlhf-dpo": (3e-4, 5e-7)}
 OTHER = "model.path=/a/model"
 
 
-@pytest.mark.parametrize("app", [gsm8k_grpo.APP, hh_rlhf.DPO], ids=lambda app: app.name)
+@pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
 def test_recipe_is_embedded_or_pretrained_depending_on_the_model(app):
     embedded, pretrained = app.config(), app.config([OTHER])
 

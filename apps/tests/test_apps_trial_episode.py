@@ -50,6 +50,10 @@ class Single(Flow):
     async def arun_episode(self, engine, data):
         return (await self.trajectories(engine))[0]
 
+class Dicts(Flow):
+    async def arun_episode(self, engine, data):
+        return [{"input_ids": [1]}]
+
 class NotSerializable(Flow):
     async def arun_episode(self, engine, data):
         (trajectory,) = await self.trajectories(engine)
@@ -144,6 +148,7 @@ def test_trial_episode_of_working_code_prints_nothing(model, tmp_path):
         ("rollout.workflow=my_parts:FailingWorld", "FailingWorld.step raised KeyError: 'ship'", "missing item"),
         ("rollout.workflow=my_parts:NotSerializable", "`info` of a trajectory", "class NotSerializable"),
         ("rollout.workflow=my_parts:Single", "returned one Trajectory: expected a list", "class Single"),
+        ("rollout.workflow=my_parts:Dicts", "one dict: expected Trajectory objects", "class Dicts"),
         (
             "rollout.workflow=my_parts:UnequalLengths",
             "arrays differ in length: .*'loss_mask': ",

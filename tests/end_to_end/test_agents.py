@@ -179,6 +179,7 @@ async def test_agent_per_call_makes_one_trajectory_per_call(endpoint: HttpRollou
         (Raises(), "Raises.run raised KeyError: 'injected'"),
         (Hangs(), "Hangs.run did not end within 0.5 s"),
         (MakesNoCall(), "without a completion to train on"),
+        (TwoTurns("good"), "expected a finite number"),
         (TwoTurns(float("nan")), "expected a finite number"),
         (TwoTurns({"tools": 3}), "expected `reward` among them"),
         (TwoTurns(None), "reported no reward"),

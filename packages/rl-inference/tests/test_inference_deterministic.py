@@ -53,6 +53,19 @@ async def test_deterministic_server_completions_ignore_other_requests(model_path
     assert [response.logprobs for response in alone] == [response.logprobs for response in concurrent]
 
 
+def test_parse_deterministic_sets_one_sequence_on_one_thread() -> None:
+    options = parse(["--model", "m", "--port", "1", "--deterministic", "true"])
+
+    assert (options.config.max_sequences, options.spec.cpus) == (1, 1)
+
+
+def test_parse_help_shows_the_default_of_a_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+
+    assert "(default: 64)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_parse_invalid_boolean_is_rejected() -> None:
     with pytest.raises(SystemExit):
         parse(["--model", "m", "--port", "1", "--deterministic", "perhaps"])

@@ -120,10 +120,7 @@ async def test_agenerate_no_server_left_raises_with_last_error_of_each() -> None
 
 @pytest.mark.slow
 async def test_agenerate_server_restarted_with_old_weights_is_evicted(
-    ready_servers: list[ServerProcess],
-    model_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    ready_servers: list[ServerProcess], model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = served_version(ready_servers[0]) + 1
     meta = staged(ready_servers[0], model_path, version)

@@ -478,6 +478,18 @@ async def test_sync_version_server_behind_is_evicted_until_it_catches_up(trainer
         assert client.version == 2
 
 
+async def test_stats_server_that_missed_a_commit_of_another_client_is_evicted(trainer: Trainer) -> None:
+    async with fleet(2, weights_dir=str(trainer.directory), rejoin_timeout=30) as (client, servers):
+        servers[0].table, servers[0].version = table(1), 1
+        write_committed(trainer.directory, *put(trainer.directory, 1))
+
+        await client.stats()
+
+        # no await since the eviction, so no probe has readmitted the other server
+        assert client.servers == [servers[0].address]
+        assert client.version == 1
+
+
 async def test_rejoin_while_another_client_updates_does_not_resume(trainer: Trainer) -> None:
     async with fleet(1) as (publisher, (server,)):
         client = TableEngine()

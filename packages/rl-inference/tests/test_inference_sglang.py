@@ -134,6 +134,7 @@ def test_stream_in_any_pieces_returns_each_token_once(
     assert [token for chunk in chunks for token in chunk.output_ids] == ids
     assert [p for chunk in chunks for p in chunk.logprobs] == [-token / 10 for token in ids]
     assert chunks[-1].stamps == [4] * split + [5] * (len(ids) - split)
+    assert chunks[-1].finish == "stop"
 
 
 def test_stream_invalid_message_raises_value_key_or_type_error() -> None:
@@ -353,7 +354,11 @@ def test_server_job_on_cpu_has_cpu_options(tmp_path: Path) -> None:
     ("config", "spec", "setting"),
     [
         ({}, {"strategy": ParallelStrategy(data=2, expert=2)}, "allocation"),
-        ({"arguments": ["--tp", "2"]}, {}, "server.arguments"),
+        (
+            {"arguments": ["--tp", "2", "--hicache-storage-backend=file"]},
+            {},
+            "server.arguments: .*, found '--tp, --hicache-storage-backend=file'",
+        ),
         ({"arguments": ["--api_key", "k"]}, {}, "server.arguments"),
         (
             {"quantization": "fp8", "dtype": "bfloat16"},

@@ -291,6 +291,7 @@ def test_server_spec_has_required_options_and_environment(tmp_path):
     job = VLLMEngine.server_spec(config, _spec(strategy=ParallelStrategy(data=2, tensor=2), gpus=2, device="cuda"))
 
     text = " ".join(job.command)
+    assert VLLMEngine(VLLMEngineConfig(dtype="bfloat16")).served_dtype == "bfloat16"
     assert job.command[:3] == ("/envs/vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server")
     for options in (
         "--model /models/0",

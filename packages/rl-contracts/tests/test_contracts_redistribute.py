@@ -197,7 +197,7 @@ def test_redistribute_different_entries_raise_on_all_ranks(has_other_dtype: bool
     assert all("rank 1" in text and "own_score" in text for text in run_on_threads(3, 1, work))
 
 
-@pytest.mark.parametrize(("changed_rank", "count"), [(None, 3), (1, 3), (4, 4)])
+@pytest.mark.parametrize(("changed_rank", "count"), [(None, 3), (1, 3), (1, 2), (4, 4)])
 def test_check_same_rows_names_rank_that_differs_in_replica(changed_rank: int | None, count: int) -> None:
     def work(parallel: ParallelContext) -> str:
         batch = make_sequences(parallel.dp_rank, count if parallel.rank == changed_rank else 3)

@@ -238,6 +238,7 @@ LAST_NUMBERS = [
     ("72 with version 1.2.3", 72),
     ("<answer>72</answer>", 72),
     ("<answer>72 clips</answer> for 3 days", 72),
+    ("<Answer>\n72 clips\n</ANSWER> for 3 days", 72),
     (r"I thought of \boxed{10}. <answer>\boxed{72}</answer> That is for 3 days.", 72),
     ("<answer>unknown</answer> or 72", 72),
     ("<think>maybe \\boxed{10}? #### 11</think>She sold 72 clips.", 72),

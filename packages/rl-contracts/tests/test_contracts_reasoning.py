@@ -10,7 +10,6 @@ ANALYSIS = "<|channel|>analysis<|message|>so 5<|end|><|start|>assistant"
 TO_TOOL = "<|channel|>commentary to=functions.add<|message|>{}"
 FINAL = "<|channel|>final<|message|>It is 5."
 
-
 MARKS = [
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -23,6 +22,7 @@ MARKS = [
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
 ]
+"""Marks of each family. They are not read from the source, so that a pair that it loses fails the test."""
 
 
 def test_split_reasoning_finds_the_marks_of_each_family():

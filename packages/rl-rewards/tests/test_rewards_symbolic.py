@@ -67,6 +67,8 @@ NOTATIONS = {
         (r"9.8\;m/s^2", "9.8"),
         (r"10^\circ C", "10"),
         (r"10^{\circ}\,F", "10"),
+        (r"60\degree", "60"),
+        (r"60 ^ { \circ }", r"60^\circ"),
         (r"3 1/2 hours", "3.5"),
     ],
     "expressions": [

@@ -72,6 +72,7 @@ _STEPS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"√\s?\(([^()]{1,200})\)|√\s?([0-9]{1,32}|[A-Za-z])"), lambda m: rf"\sqrt{{{m[1] or m[2]}}}"),
     (re.compile(r"∛\s?\(([^()]{1,200})\)|∛\s?([0-9]{1,32}|[A-Za-z])"), lambda m: rf"\sqrt[3]{{{m[1] or m[2]}}}"),
     (re.compile(r"\\mathrm\{([ei])\}"), r"\1"),
+    (re.compile(r"\s?(?:\^\s?\{\s?\\circ\s?\}|(?:\\degree|\^\s?\\circ)(?![A-Za-z]))"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\langle(?![A-Za-z])"), "("),
     (re.compile(r"\\rangle(?![A-Za-z])"), ")"),

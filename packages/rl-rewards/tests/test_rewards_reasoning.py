@@ -2,7 +2,13 @@
 
 import pytest
 
-from rl_rewards import WeightedReward, gsm8k_reward_fn, math_reward_fn
+from rl_rewards import (
+    WeightedReward,
+    clevr_count_70k_reward_fn,
+    geometry3k_reward_fn,
+    gsm8k_reward_fn,
+    math_reward_fn,
+)
 from rl_rewards.code import code_reward_fn
 
 TESTS = [{"input": "", "output": "5"}]
@@ -10,6 +16,8 @@ PROGRAM = "```python\nprint({})\n```"
 REWARDS = [
     pytest.param(gsm8k_reward_fn, {"answer": "5"}, "The answer is {}.", id="gsm8k"),
     pytest.param(math_reward_fn, {"answer": "5"}, r"It is \boxed{{{}}}.", id="math"),
+    pytest.param(clevr_count_70k_reward_fn, {"answer": "5"}, "It is [{}].", id="clevr_count_70k"),
+    pytest.param(geometry3k_reward_fn, {"answer": "5"}, r"It is \boxed{{{}}}.", id="geometry3k"),
     pytest.param(code_reward_fn, {"tests": TESTS}, PROGRAM, id="code", marks=pytest.mark.slow),
 ]
 

@@ -10,6 +10,7 @@ from rl_rewards.extraction import find_answer
 from rl_rewards.formatting import FormatReward, FormatRewardConfig, format_reward_fn
 from rl_rewards.gsm8k import gold_number, gsm8k_reward_fn
 from rl_rewards.symbolic import math_reward_fn
+from rl_rewards.vision import clevr_count_70k_reward_fn, geometry3k_reward_fn
 
 if TYPE_CHECKING:
     __version__: str
@@ -20,8 +21,10 @@ __all__ = [
     "FormatReward",
     "FormatRewardConfig",
     "WeightedReward",
+    "clevr_count_70k_reward_fn",
     "find_answer",
     "format_reward_fn",
+    "geometry3k_reward_fn",
     "gold_number",
     "gsm8k_reward_fn",
     "math_reward_fn",

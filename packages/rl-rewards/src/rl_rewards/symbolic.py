@@ -58,12 +58,12 @@ def math_reward_fn(
     Raises:
         RewardError: `answer` is missing, not finite, or neither a text nor an expression.
     """
-    gold = _gold(answer)
+    gold = gold_answer(answer)
     final = split_reasoning(completions)[1] if final_text is None else final_text
     text = read_part(final)
     candidate = marked_answer(text)
     if candidate is not None:
-        return float(_equal(gold, candidate))
+        return float(answers_equal(gold, candidate))
     hashed = hashed_lines(text)
     stated = hashed or stated_answers(text)
     if stated and (same_text(gold, stated[0]) or (is_words(gold) and same_text(gold, _CLAUSE.split(stated[0])[0]))):
@@ -73,7 +73,7 @@ def math_reward_fn(
         if has_words(_body(slot)):
             candidate = leading_number(slot) if hashed or text != final else ""
         if candidate and (only_text(gold, candidate) or _values(candidate)):
-            return float(_equal(gold, candidate))
+            return float(answers_equal(gold, candidate))
     search = not hashed and not is_words(gold)
     return float(search and _verify(_values(gold, percent_as_fraction=True), _search(text)))
 
@@ -81,7 +81,7 @@ def math_reward_fn(
 math_reward_fn.scores_gold = True  # type: ignore[attr-defined]
 
 
-def _gold(answer: str | int | float | None) -> str:
+def gold_answer(answer: str | int | float | None) -> str:
     """Return the text of the gold answer.
 
     Raises:
@@ -111,7 +111,8 @@ def _is_gold(text: str) -> bool:
     return braces.count("{") == braces.count("}") and any(c.isalnum() for c in text)
 
 
-def _equal(gold: str, candidate: str) -> bool:
+def answers_equal(gold: str, candidate: str) -> bool:
+    """Return whether two answers are equal as texts or as expressions. The comparison may take unbounded time."""
     if same_text(gold, candidate):
         return True
     if only_text(gold, candidate):

@@ -11,9 +11,9 @@ from fsdp_toys import logprobs_of, loss_fn, loss_weight_fn, make_batch, make_eng
 from safetensors.torch import load_file
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.process_group import read_environment
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.errors import ConfigError
-from rl_contracts.models.process_group import read_environment
 from rl_contracts.testing.processes import run_ranks
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.process_group import join, pick_device, read_environment
 from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import AdapterSpec, FinetuneSpec, ParamSpec, SaveLoadMeta
@@ -25,7 +26,6 @@ from rl_contracts.models import micro_batches
 from rl_contracts.models.attention_windows import layer_windows
 from rl_contracts.models.config_files import read_config
 from rl_contracts.models.hub_names import HubSlice, hub_slices
-from rl_contracts.models.process_group import join, pick_device, read_environment
 from rl_contracts.models.sizes import sizes_of
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_contracts.models.usage import UsageMeter, attended_pairs

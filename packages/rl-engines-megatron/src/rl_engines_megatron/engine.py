@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_contracts.allocation import ParallelStrategy
+from rl_contracts.batch.process_group import join, pick_device, read_environment
 from rl_contracts.batch.trajectory import PackedBatch, lengths
 from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import MAX_SKIPPED_STEPS, LossFn, LossWeightFn, OutputFn, Snapshot, TokenOutputs, TrainEngine
@@ -23,7 +24,6 @@ from rl_contracts.errors import ConfigError, EngineError, ModelError
 from rl_contracts.models import micro_batches
 from rl_contracts.models.atomic_directory import new_directory
 from rl_contracts.models.config_files import read_config
-from rl_contracts.models.process_group import join, pick_device, read_environment
 from rl_contracts.models.step_sums import AUXILIARY, StepSums
 from rl_contracts.models.usage import UsageMeter, attended_pairs
 from rl_engines_megatron.config import MegatronEngineConfig

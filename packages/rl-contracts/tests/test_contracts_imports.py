@@ -19,6 +19,7 @@ LIGHT = (
     "allocation",
     "allocation_grammar",
     "chat.rendering",
+    "images",
     "runtime.aio",
     "runtime.lazy_imports",
     "runtime.logging",
@@ -26,7 +27,7 @@ LIGHT = (
     "runtime.name_service",
 )
 FOR_TESTS = ("testing", "conformance")
-HEAVY = ("transformers", "ray", "tensordict", "aiohttp")
+HEAVY = ("transformers", "ray", "tensordict", "aiohttp", "PIL")
 
 
 def _loaded_after_importing(modules: list[str]) -> set[str]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from rl_contracts.batch.image_entries import images_of
 from rl_contracts.batch.trajectory import (
     SEQUENCE_KEYS,
     TOKEN_KEYS,
@@ -32,6 +33,7 @@ from rl_contracts.batch.trajectory import (
 )
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
+from rl_contracts.images import Image
 from rl_contracts.testing import make_batch
 
 SEQUENCE_FIELDS = {
@@ -155,19 +157,26 @@ def test_stack_different_reward_components_raise_data_error() -> None:
         stack(rows)
 
 
-def test_multi_modal_entries_stay_with_their_sequences() -> None:
-    def row(length: int, image: Any) -> Trajectory:
+def test_images_stay_with_their_sequences(tmp_path: Path) -> None:
+    def row(length: int, *images: Image) -> Trajectory:
         zeros = np.zeros(length)
-        return Trajectory(zeros.astype(int), zeros < 1, zeros.astype("f4"), zeros.astype("i4"), multi_modal=image)
+        return Trajectory(zeros.astype(int), zeros < 1, zeros.astype("f4"), zeros.astype("i4"), images=images)
 
-    batch = stack([row(3, {"image": 1}), row(5, None), row(2, {"image": 3})])
+    red, blue = Image(b"red", 4, 5), Image(b"blue", 6, 7)
+    rows = [(red, blue), (), (blue,)]
+    batch = stack([row(3, *rows[0]), row(5), row(2, *rows[2])])
+    without = select(batch, [1]).exclude("images")
 
     validate(batch)
-    assert list(select(batch, [2, 0])["multi_modal"]) == [{"image": 3}, {"image": 1}]
-    assert list(pad_to(batch, 9)["multi_modal"]) == [{"image": 1}, None, {"image": 3}]
-    joined = concatenate([select(batch, [2]), batch[:0], batch])
-    assert list(joined["multi_modal"]) == [{"image": 3}, {"image": 1}, None, {"image": 3}]
-    assert "multi_modal" not in pack(batch)
+    assert images_of(select(batch, [2, 0])) == [(blue,), (red, blue)]
+    assert images_of(pad_to(batch, 9)) == rows
+    assert images_of(concatenate([select(batch, [2]), batch[:0], without, batch])) == [(blue,), (), *rows]
+    assert pack(select(batch, [2, 1])).images == [(blue,), ()]
+    save_batch(batch, tmp_path / "batch.safetensors")
+    saved = images_of(load_batch(tmp_path / "batch.safetensors"))
+    assert saved == rows
+    assert [(image.data, image.width, image.height) for image in saved[2]] == [(b"blue", 6, 7)]
+    assert saved[0][1] is saved[2][0]
 
 
 # ---- packing

@@ -11,10 +11,11 @@ from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import DataError, InferenceError, NoServersError, RewardError, RLError, StalledError
+from rl_contracts.images import Image
 from rl_contracts.runtime.metrics import record
 from rl_contracts.workflow import RolloutWorkflow
 from rl_workflows.rollout import failure_budget
-from rl_workflows.rollout.batches import assemble, groups_to_state
+from rl_workflows.rollout.batches import assemble, groups_from_state, groups_to_state
 from rl_workflows.rollout.episode import EpisodeContext, current_episode
 from rl_workflows.rollout.groups import FinishedGroup, deep_copy_data, dynamic_sampling, with_ids
 from rl_workflows.rollout.staleness import Ticket
@@ -463,6 +464,17 @@ def test_deep_copy_data_copies_containers_and_shares_arrays():
 def _trajectory(**values):
     arrays = {"input_ids": np.arange(2), "loss_mask": np.ones(2, bool)}
     return Trajectory(**arrays, logprobs=np.zeros(2, np.float32), versions=np.zeros(2, np.int32), **values)
+
+
+def test_groups_from_state_has_the_images_of_each_trajectory():
+    red, blue = Image(b"red", 4, 5), Image(b"blue", 6, 7)
+    trajectories = [_trajectory(images=images) for images in ((red, blue), (), (blue,))]
+    groups = [FinishedGroup(Ticket(0, 0), {"prompt_id": 1}, trajectories)]
+
+    (restored,) = groups_from_state(groups_to_state(groups))
+
+    assert [each.images for each in restored.trajectories] == [(red, blue), (), (blue,)]
+    assert restored.trajectories[2].images[0].data == b"blue"
 
 
 def test_groups_to_state_converts_numpy_values_to_json():

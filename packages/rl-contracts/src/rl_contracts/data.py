@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.allocation import ParallelStrategy
-from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, Settings, choice
+from rl_contracts.config import GenerationConfig, MicroBatchConfig, OptimizerConfig, Settings, bounded, choice
+
+if TYPE_CHECKING:
+    from rl_contracts.images import Image
 
 __all__ = [
     "DEVICES",
@@ -17,6 +20,7 @@ __all__ = [
     "RENDEZVOUS_ROUTES",
     "ROUTES",
     "STORED_ROUTES",
+    "VISION_PARTS",
     "AdapterSpec",
     "FinetuneSpec",
     "ModelRequest",
@@ -59,6 +63,9 @@ class ModelRequest:
     schema: dict[str, Any] | None = None
     """JSON schema of the completion, or None for free text. Requires a server with `Capabilities.schemas`. The schema
     changes the sampling distribution, so these tokens must not be trained on."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt, in the order of their placeholders in `input_ids`. Requires a server with
+    `Capabilities.images`."""
 
 
 @dataclass(slots=True)
@@ -219,6 +226,9 @@ DTYPES = ("float32", "bfloat16")
 """Dtypes in which a model can compute and in which its weights can be served."""
 HEADS = ("lm", "value", "score")
 """Output heads of a model, see `FinetuneSpec.head`."""
+VISION_PARTS = ("vision_tower", "projector")
+"""Parts of a vision-language model besides its language model: the encoder of images, and the layers that map its
+outputs to embeddings of the language model."""
 DEVICES = ("auto", "cpu", "cuda")
 """Values of a `device` setting."""
 
@@ -249,6 +259,8 @@ class FinetuneSpec(Settings):
     """True if results are bitwise reproducible, with the same log-probs as a deterministic embedded server."""
     device: str = choice("auto", DEVICES)
     """Device: `cpu`, `cuda`, or `auto` (CUDA if available)."""
+    freeze: tuple[str, ...] = bounded((), f"some of {VISION_PARTS}", lambda parts: {*parts} <= {*VISION_PARTS})
+    """Parts of a vision-language model that are not trained, names of `VISION_PARTS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,8 @@ class Capabilities:
     """True if `sleep` and `wake` are supported."""
     schemas: bool = False
     """True if completions can be constrained to a JSON schema (`ModelRequest.schema`)."""
+    images: bool = False
+    """True if prompts may have images (`ModelRequest.images`)."""
 
     def __post_init__(self) -> None:
         expected = "False with staged_load=False, which serves weights before a receipt can be compared"

@@ -2,8 +2,9 @@
 
 The batch is split into minibatches in global order of (group, episode) before minibatches are sharded over
 data-parallel replicas. The same sequences thus share an optimizer step for any number of replicas. Within a minibatch,
-the token counts of the replicas are balanced. This may split a group, which is safe because later stages use ids, not
-positions. Sequences of one unit (entry `unit_ids`, such as the two completions of a preference pair) stay together.
+the costs of the replicas are balanced (`sequence_costs`). This may split a group, which is safe because later stages
+use ids, not positions. Sequences of one unit (entry `unit_ids`, such as the two completions of a preference pair) stay
+together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_contracts.batch.image_entries import images_of
 from rl_contracts.batch.packing import balance, even_ranges
 from rl_contracts.batch.sequence_exchange import agree_on_entries, send_sequences
 from rl_contracts.batch.trajectory import UNIT_KEY, lengths, select
@@ -25,22 +27,30 @@ __all__ = ["MINIBATCH_KEY", "redistribute", "shard_batch"]
 
 MINIBATCH_KEY = "minibatch"
 """Entry int64 [B]: index of the minibatch of the step that trains on the sequence."""
+PATCH_PIXELS = 14 * 14
+"""Pixels of a patch in costs. Most vision encoders have patches of 14 x 14 or 16 x 16 pixels."""
 
 
 def sequence_keys(batch: TensorDict) -> torch.Tensor:
-    """Return the keys that decide the destination of each sequence, int64 [B, 2] or [B, 3].
+    """Return the keys that decide the destination of each sequence, int64 [B, 3] or [B, 4].
 
-    The columns are group id, episode id * 2^32 + length, and the unit id if the batch has the entry `unit_ids`.
+    The columns are group id, episode id * 2^32 + length, cost, and the unit id if the batch has the entry `unit_ids`.
     """
-    columns = [batch["group_ids"], (batch["episode_ids"] << 32) + lengths(batch)]
+    columns = [batch["group_ids"], (batch["episode_ids"] << 32) + lengths(batch), sequence_costs(batch)]
     return torch.stack(columns + ([batch[UNIT_KEY]] if UNIT_KEY in batch else []), 1)
+
+
+def sequence_costs(batch: TensorDict) -> torch.Tensor:
+    """Return the cost of each sequence, int64 [B]: its tokens, and the patches of its images for the vision encoder."""
+    patches = [sum(image.width * image.height for image in images) // PATCH_PIXELS for images in images_of(batch)]
+    return lengths(batch) + torch.tensor(patches, dtype=torch.int64)
 
 
 def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Assign sequences to replicas and minibatches. The result is the same on all ranks.
 
     Args:
-        keys: `sequence_keys` of all sequences, [n, 2] or [n, 3].
+        keys: `sequence_keys` of all sequences, [n, 3] or [n, 4].
         replicas: number of data-parallel replicas.
         minibatches: number of minibatches per step.
 
@@ -51,11 +61,11 @@ def assign(keys: torch.Tensor, replicas: int, minibatches: int) -> tuple[torch.T
     order = _global_order(keys)
     unit = _units(keys, order)
     total = int(unit.max()) + 1 if len(unit) else 0
-    tokens = torch.zeros(total, dtype=torch.int64).index_add(0, unit, sequence_lengths(keys[order]))
+    costs = torch.zeros(total, dtype=torch.int64).index_add(0, unit, keys[order, 2])
     replica, minibatch = torch.zeros(2, total, dtype=torch.int64)  # per unit
     for index, unit_range in enumerate(even_ranges(total, minibatches)):
         minibatch[unit_range.start : unit_range.stop] = index
-        for owner, offsets in enumerate(balance(tokens[unit_range.start : unit_range.stop].tolist(), replicas)):
+        for owner, offsets in enumerate(balance(costs[unit_range.start : unit_range.stop].tolist(), replicas)):
             replica[torch.tensor(offsets, dtype=torch.int64) + unit_range.start] = owner
     order_by_destination = torch.argsort((replica * minibatches + minibatch)[unit], stable=True)
     return order[order_by_destination], replica[unit][order_by_destination], minibatch[unit][order_by_destination]
@@ -85,9 +95,9 @@ def _units(keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     Units are numbered from 0 in the order of their first sequence. Without unit ids, each sequence is a unit.
     """
     positions = torch.arange(len(order))
-    if keys.shape[1] == 2:
+    if keys.shape[1] == 3:
         return positions
-    labels, unit = torch.unique(keys[order, 2], return_inverse=True)
+    labels, unit = torch.unique(keys[order, 3], return_inverse=True)
     first = torch.full((len(labels),), len(order)).scatter_reduce(0, unit, positions, "amin")
     return first.argsort().argsort()[unit]
 
@@ -108,7 +118,7 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     """Send each sequence to the ranks that train on it (collective).
 
     The traffic of a rank depends on the sequences that it holds before and after, not on the number of ranks. All ranks
-    also receive the keys of all sequences: 16 bytes each, or 24 with unit ids.
+    also receive the keys of all sequences: 24 bytes each, or 32 with unit ids.
 
     Args:
         batch: sequences collected on this rank; empty on a rank that collects none, such as one that is not a
@@ -126,7 +136,7 @@ def redistribute(batch: TensorDict, parallel: ParallelContext, minibatches: int 
     if parallel.world_size == 1:
         return shard_batch(batch, parallel, minibatches)
     entries, batch = agree_on_entries(batch, parallel)
-    columns = 2 + (UNIT_KEY in entries)
+    columns = 3 + (UNIT_KEY in entries)
     keys = sequence_keys(batch) if len(batch) else torch.zeros(0, columns, dtype=torch.int64)
     gathered_keys = parallel.gather_bytes(keys.numpy().tobytes())
     sizes = torch.tensor([len(data) // (8 * columns) for data in gathered_keys])

@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
+from rl_contracts.batch import image_entries
+from rl_contracts.batch.image_entries import IMAGES_KEY, images_of, set_images
 from rl_contracts.batch.packing import unit_indices
 from rl_contracts.errors import DataError
 from rl_contracts.reward import components_of
@@ -25,7 +27,9 @@ from rl_contracts.reward import components_of
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rl_contracts.batch.image_entries import ImageRows
     from rl_contracts.data import ModelResponse
+    from rl_contracts.images import Image
 
 __all__ = [
     "COMPONENT_PREFIX",
@@ -34,6 +38,8 @@ __all__ = [
     "UNIT_KEY",
     "PackedBatch",
     "Trajectory",
+    "batch_from_tensors",
+    "batch_to_tensors",
     "concatenate",
     "empty",
     "from_response",
@@ -107,8 +113,8 @@ class Trajectory:
     """Number of the group, one per admission of a prompt; set by the rollout runtime."""
     episode_id: int = -1
     """Number of the sample in its group; set by the rollout runtime."""
-    multi_modal: Any = None
-    """Images and processor outputs."""
+    images: tuple[Image, ...] = ()
+    """Images of the sequence, in the order of their placeholders in `input_ids`."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON values for display (prompt text, completion text, gold answer); not part of the batch."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -164,7 +170,7 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
     Raises:
         DataError: the trajectories have different reward components.
     """
-    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from tensordict import TensorDict
 
     if not rows:
         return empty()
@@ -210,9 +216,7 @@ def stack(rows: Sequence[Trajectory]) -> TensorDict:
             )
         batch[COMPONENT_PREFIX + name] = torch.tensor([trajectory.reward_components[name] for trajectory in rows])
     result = TensorDict(batch, batch_size=[len(rows)])
-    if any(trajectory.multi_modal is not None for trajectory in rows):
-        # a stack, because indexing the batch would not index a plain list
-        result["multi_modal"] = NonTensorStack(*(NonTensorData(trajectory.multi_modal) for trajectory in rows))
+    set_images(result, [trajectory.images for trajectory in rows])
     return result
 
 
@@ -300,7 +304,7 @@ def trim(batch: TensorDict) -> TensorDict:
 
 
 def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
-    """Concatenate batches with the same keys, padded to the longest sequence.
+    """Concatenate batches with the same keys, padded to the longest sequence. Only some may have images.
 
     Raises:
         DataError: `batches` is empty, or the keys differ.
@@ -309,16 +313,20 @@ def concatenate(batches: Sequence[TensorDict]) -> TensorDict:
 
     if not batches:
         raise DataError("concatenate: expected at least one batch, found none.")
+    images = [row for batch in batches for row in images_of(batch)]
+    batches = [batch.exclude(IMAGES_KEY) for batch in batches]
     keys = set(batches[0].keys())
     for batch in batches[1:]:
         if set(batch.keys()) != keys:
             raise DataError(f"concatenate: batches differ in keys: {sorted(map(str, keys ^ set(batch.keys())))}.")
     width = max(b["input_ids"].shape[1] for b in batches)
     padded = [pad_to(b, width) for b in batches]
-    return TensorDict(
+    result = TensorDict(
         {k: torch.cat([b.get(k) for b in padded]) for k, _ in padded[0].items()},
         batch_size=[sum(b.batch_size[0] for b in batches)],
     )
+    set_images(result, images)
+    return result
 
 
 def pad_to(batch: TensorDict, width: int) -> TensorDict:
@@ -365,6 +373,8 @@ class PackedBatch:
     """Per-sequence entries, [S]. The optional `unit_ids` are renumbered from 0."""
     num_units: int
     """Number of units U; equal to S if the batch has no `unit_ids`."""
+    images: ImageRows = ()
+    """Images of each sequence, [S]; empty if no sequence has images."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self:
@@ -417,11 +427,12 @@ class PackedBatch:
             {k: move(v) for k, v in self.tokens.items()},
             {k: move(v) for k, v in self.sequences.items()},
             self.num_units,
+            self.images,
         )
 
 
 def pack(batch: TensorDict) -> PackedBatch:
-    """Pack the sequences of a CPU batch end to end. Entries that are not tensors are omitted."""
+    """Pack the sequences of a CPU batch end to end."""
     mask = batch["attention_mask"]
     width, sizes = mask.shape[1], mask.sum(-1)
     cu_seqlens = torch.zeros(len(sizes) + 1, dtype=torch.int32)
@@ -429,7 +440,7 @@ def pack(batch: TensorDict) -> PackedBatch:
     tensors: dict[str, torch.Tensor] = {
         str(k): v for k, v in batch.items() if isinstance(v, torch.Tensor) and k != "attention_mask"
     }
-    num_units = len(sizes)
+    num_units, images = len(sizes), images_of(batch)
     if UNIT_KEY in tensors:
         unit_ids, tensors[UNIT_KEY] = torch.unique(tensors[UNIT_KEY], return_inverse=True)
         num_units = len(unit_ids)
@@ -441,6 +452,7 @@ def pack(batch: TensorDict) -> PackedBatch:
         tokens={k: v[mask] for k, v in tensors.items() if is_token_entry(v, width)},
         sequences={k: v for k, v in tensors.items() if not is_token_entry(v, width)},
         num_units=num_units,
+        images=images if any(images) else (),
     )
 
 
@@ -455,18 +467,46 @@ def unpack(values: torch.Tensor, batch: TensorDict) -> torch.Tensor:
     return out
 
 
+def batch_to_tensors(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """Return all entries of a batch as tensors. Each image is stored once; `batch_from_tensors` is the inverse.
+
+    Raises:
+        DataError: the batch has entries other than images that are not tensors.
+    """
+    entries: dict[str, Any] = {str(k): v for k, v in batch.items() if k != IMAGES_KEY}
+    others = [name for name, value in entries.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise DataError(f"batch: entries {others} are not tensors and cannot be saved; drop them first.")
+    return entries | (image_entries.to_tensors(images_of(batch)) if IMAGES_KEY in batch else {})
+
+
+def batch_from_tensors(tensors: dict[str, torch.Tensor]) -> TensorDict:
+    """Build a batch from the result of `batch_to_tensors`, without validation.
+
+    Raises:
+        DataError: the entries have different sizes.
+    """
+    from tensordict import TensorDict
+
+    entries = {name: value for name, value in tensors.items() if name not in image_entries.TENSORS}
+    sizes = {k: len(v) if v.ndim else 0 for k, v in entries.items()}
+    if len(set(sizes.values())) != 1:
+        raise DataError(f"expected a saved batch, but its entries have different sizes: {sizes}.")
+    batch = TensorDict(entries, batch_size=[next(iter(sizes.values()))])
+    if len(entries) < len(tensors):
+        set_images(batch, image_entries.from_tensors(tensors))
+    return batch
+
+
 def save_batch(batch: TensorDict, path: str | Path) -> None:
     """Write a batch to a safetensors file, to replay it without servers.
 
     Raises:
-        DataError: the batch has entries that are not tensors.
+        DataError: the batch has entries other than images that are not tensors.
     """
-    non_tensors = [str(k) for k, v in batch.items() if not isinstance(v, torch.Tensor)]
-    if non_tensors:
-        raise DataError(f"save_batch: entries {non_tensors} are not tensors and cannot be saved; drop them first.")
     # copies, because safetensors rejects entries that share memory (`prox_logprobs` may be `logprobs` itself)
-    tensors: dict[str, Any] = {str(k): v for k, v in batch.items()}
-    save_file({k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, str(path))
+    tensors = {k: v.clone(memory_format=torch.contiguous_format) for k, v in batch_to_tensors(batch).items()}
+    save_file(tensors, str(path))
     Path(path).chmod(Path(path).parent.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
 
 
@@ -476,15 +516,13 @@ def load_batch(path: str | Path) -> TensorDict:
     Raises:
         DataError: the file is missing, is not a safetensors file, or does not contain a valid batch.
     """
-    from tensordict import TensorDict
-
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: expected a saved batch (safetensors), but it cannot be read: {error}") from error
-    sizes = {k: len(v) if v.ndim else 0 for k, v in tensors.items()}
-    if len(set(sizes.values())) != 1:
-        raise DataError(f"{path}: expected a saved batch, but its entries have different sizes: {sizes}.")
-    batch = TensorDict(tensors, batch_size=[next(iter(sizes.values()))])
+    try:
+        batch = batch_from_tensors(tensors)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     validate(batch)
     return batch

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
+from rl_contracts.chat.image_messages import has_images, images_in, is_image_part, without_images
 from rl_contracts.chat.template_check import require_rendered
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.images import Image, open_images
 from rl_contracts.models.directory import end_ids
 
-__all__ = ["ChatRenderer", "Message"]
+__all__ = ["ChatRenderer", "Message", "tokenizer_of"]
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Pattern of a lone surrogate, which comes from a JSON escape such as `\\ud83d` or from a byte that is not UTF-8."""
 Message = Mapping[str, Any]
 """One chat message: `role`, `content`, and other keys that the template reads (`tool_calls`, `reasoning_content`)."""
 
+_CACHED_TEXTS = 1024
+"""Maximum number of texts with images whose token ids are kept."""
 _COMPLETION = "sample-answer"
 _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "sample-question"},
@@ -35,8 +40,8 @@ class ChatRenderer:
     """Renderer of conversations with the chat template of a tokenizer.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template. If it was loaded from a directory, the end tokens in the
-            directory's `generation_config.json` also end a turn.
+        tokenizer: Hugging Face tokenizer with a chat template, or the processor of a vision-language model. If it was
+            loaded from a directory, the end tokens in the directory's `generation_config.json` also end a turn.
         template_options: extra variables for the template, for example `{"enable_thinking": False}`.
 
     Raises:
@@ -44,6 +49,8 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, template_options: Mapping[str, Any] | None = None) -> None:
+        self._processor: Any = tokenizer if hasattr(tokenizer, "image_processor") else None
+        tokenizer = tokenizer_of(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "expected a tokenizer with a chat template, found one without; "
@@ -54,6 +61,9 @@ class ChatRenderer:
         self._options = dict(template_options or {})
         self._rendered_tools: Sequence[Any] | None = None
         """Tools of the last successful check in `renders_tools`, or None."""
+        self._encoded: dict[tuple[str, tuple[tuple[int, int], ...]], list[int]] = {}
+        """Token ids of texts with images, by text and sizes of the images: a processor needs milliseconds per image,
+        and the number of its placeholders depends only on the size."""
         self._needs_content_parts = False
         """True if the template renders text only from a list of content parts, as some multi-modal models require.
 
@@ -70,19 +80,23 @@ class ChatRenderer:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the token ids of a conversation.
+        """Return the token ids of a conversation. The processor replaces each image by its placeholders.
 
         Args:
-            messages: the conversation, at least one message.
+            messages: the conversation, at least one message. See `rl_contracts.chat.image_messages` for images.
             tools: JSON schemas (or annotated functions) of the tools to list in the prompt.
             add_generation_prompt: whether to end with the opening of an assistant turn, for the model to continue.
 
         Raises:
-            DataError: the template rejects the conversation.
+            DataError: the template rejects the conversation, an image cannot be read, or a text has a placeholder.
         """
+        images = images_in(messages)
+        if images:
+            return self.encode(self.text(messages, tools, add_generation_prompt), images=images)
         rendered = self._apply(messages, tools, add_generation_prompt, tokenize=True, return_dict=False)
         # Without return_dict=False, transformers 5 returns a mapping; a wrapped tokenizer may do so regardless.
         ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+        self.reject_placeholders(ids)
         return [int(token) for token in ids]
 
     @cached_property
@@ -170,7 +184,7 @@ class ChatRenderer:
         if not messages:
             raise DataError("expected at least one message to append after the completion, found none")
         suffix = self._text_after_probe([*_PROBE, *messages], tools, True)
-        suffix_ids = self.text_after_completion(ids, suffix)
+        suffix_ids = self.text_after_completion(ids, suffix, images_in(messages))
         # If the suffix does not begin with a stop token, the first stop token in it closes a later turn.
         if suffix_ids is None:
             stop_tokens = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
@@ -178,6 +192,8 @@ class ChatRenderer:
                 f"chat template: expected one of {stop_tokens} after an assistant message that another message "
                 f"follows, found {suffix[:40]!r}; use a template that closes every assistant turn"
             )
+        if not has_images(messages):
+            self.reject_placeholders(suffix_ids)
         return [*ids, *suffix_ids]
 
     def text(
@@ -187,31 +203,125 @@ class ChatRenderer:
         text: str = self._apply(messages, tools, add_generation_prompt, tokenize=False)
         return text
 
-    def encode(self, text: str, begins: bool = False) -> list[int]:
+    @property
+    def reads_images(self) -> bool:
+        """True if messages may have images."""
+        return self._processor is not None
+
+    def encode(self, text: str, begins: bool = False, images: Sequence[Image] = ()) -> list[int]:
         """Return the token ids of a text. Names of special tokens in it become special tokens.
 
         Args:
             text: text to encode.
             begins: whether the text begins a prompt, so that the tokenizer's beginning-of-text token is added.
+            images: images of a rendered conversation. The processor replaces each by its placeholders.
 
         Raises:
-            DataError: the text is not UTF-8.
+            DataError: the text is not UTF-8, or the images do not fit the text.
         """
+        if images:
+            return self._encode_with_images(text, images)
         require_utf8(text)
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         bos = [self._tokenizer.bos_token_id] if begins and adds_bos(self._tokenizer) else []
         return ids if ids[:1] == bos else [*bos, *ids]
 
+    def _encode_with_images(self, text: str, images: Sequence[Image]) -> list[int]:
+        """Return the token ids of a text with one placeholder per image, each replaced by those of its features.
+
+        Raises:
+            DataError: there is no processor, it rejects an image, or the number of placeholders in the text differs
+                from that of images.
+        """
+        if self._processor is None:
+            raise DataError(
+                f"expected messages of text only, found {len(images)} images; use a vision-language model, whose "
+                "directory has a processor"
+            )
+        require_utf8(text)
+        marks = sum(map(text.count, {self._image_mark, *self._tokenizer.convert_ids_to_tokens([*self._placeholders])}))
+        if marks != len(images):
+            raise DataError(
+                f"expected {len(images)} marks {self._image_mark!r} in the rendered conversation, one per image, "
+                f"found {marks}; remove the placeholder from the texts of the messages"
+            )
+        key = text, tuple((image.width, image.height) for image in images)
+        ids = self._encoded.get(key)
+        if ids is None:
+            ids = self._run_processor(text, images)
+            if len(self._encoded) >= _CACHED_TEXTS:
+                self._encoded.clear()
+            self._encoded[key] = ids
+        return [*ids]
+
+    def _run_processor(self, text: str, images: Sequence[Image]) -> list[int]:
+        pictures = open_images(images)
+        try:
+            # nested, because some processors read a flat list as one image for each of several texts
+            output = self._processor(text=[text], images=[pictures], add_special_tokens=False)
+        except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
+            sizes = ", ".join(f"{image.width} x {image.height}" for image in images)
+            raise DataError(f"images of {sizes} pixels: the processor of the model rejects them: {error}") from error
+        return [int(token) for token in output["input_ids"][0]]
+
+    @cached_property
+    def _placeholders(self) -> frozenset[int]:
+        """Token that a vision-language model replaces by image features; empty without a processor."""
+        # the processor lists it before the tokens around an image, which texts may contain
+        return frozenset() if self._processor is None else frozenset(self._processor.image_token_ids[:1])
+
+    def reject_placeholders(self, ids: Sequence[int]) -> None:
+        """Reject a completion or text with a placeholder of an image, because it has no image.
+
+        Raises:
+            DataError: a token is such a placeholder.
+        """
+        if self.count_placeholders(ids):
+            raise DataError(
+                "a completion or text contains a placeholder of an image, which has no image; remove it from the text"
+            )
+
+    def count_placeholders(self, ids: Sequence[int]) -> int:
+        """Return the number of placeholders of images in token ids."""
+        return sum(token in self._placeholders for token in ids) if self._placeholders else 0
+
+    @cached_property
+    def _image_mark(self) -> str:
+        """Text that the template writes for one image."""
+        without, with_image = (
+            self.text([{"role": "user", "content": [*image, {"type": "text", "text": _COMPLETION}]}])
+            for image in ((), ({"type": "image"},))
+        )
+        mark: str = self._processor.image_token
+        if mark in without or mark not in with_image:
+            raise ConfigError(
+                "chat template: expected the processor's placeholder for an image in the rendered conversation, found "
+                "none; use a template that renders images (in commands, set `model.chat_template=FILE`)"
+            )
+        return mark
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids for display, with the repeated placeholders of an image written once."""
+        ids = list(ids)
+        if self._placeholders:
+            repeated = (token in self._placeholders and token == last for last, token in pairwise([None, *ids]))
+            ids = [token for token, is_repeated in zip(ids, repeated, strict=True) if not is_repeated]
+        text: str = self._tokenizer.decode(ids)
+        return text
+
     def decode_completion(self, ids: Sequence[int]) -> str:
         """Return the text of a completion without its stop token."""
         return completion_text(self._tokenizer, ids, self.stop_ids)
 
-    def text_after_completion(self, ids: Sequence[int], following: str) -> list[int] | None:
+    def text_after_completion(
+        self, ids: Sequence[int], following: str, images: Sequence[Image] = ()
+    ) -> list[int] | None:
         """Return the ids to append after a completion: the end of the turn if it is missing, then the following text.
 
         Args:
             ids: the completion, or a sequence that ends with it. It has no end of turn if it was truncated.
             following: text of the conversation after the completion.
+            images: images of this text.
 
         Returns:
             the ids, or None if `following` does not begin with the end of a turn.
@@ -219,7 +329,7 @@ class ChatRenderer:
         stop_tokens = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
         if not following.lstrip().startswith(tuple(stop_tokens)):
             return None
-        suffix_ids = self.encode(following)
+        suffix_ids = self.encode(following, images=images)
         stop_position = next(i for i, token in enumerate(suffix_ids) if token in self.stop_ids)
         last = ids[-1] if len(ids) > 0 else None
         # In templates without an end-of-turn token, the stop token opens the next turn. It is then omitted only if the
@@ -290,10 +400,11 @@ class ChatRenderer:
             ) from error
 
     def _to_template_message(self, message: Message) -> dict[str, Any]:
+        message = without_images(message)
         content = message.get("content")
         if self._needs_content_parts and isinstance(content, str):
             return {**message, "content": [{"type": "text", "text": content}]}
-        if not self._needs_content_parts and isinstance(content, list):
+        if not self._needs_content_parts and isinstance(content, list) and not any(map(is_image_part, content)):
             texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
             if all(isinstance(text, str) for text in texts):
                 return {**message, "content": "".join(texts)}
@@ -330,6 +441,11 @@ class ChatRenderer:
             return prompt
         text = self.text(messages, tools, False)
         if text.startswith(self.text(messages[:index], tools)):
+            if images_in(messages[:index]) != images_in(messages):
+                raise DataError(
+                    f"message {index} (assistant): the processor encodes the images before it differently if other "
+                    "images follow; use one example per completion"
+                )
             raise DataError(
                 f"message {index} (assistant): the tokenizer merges the start of its text with the end of the "
                 f"generation prompt, so no rollout has these ids. Strip whitespace from the start of the text or the "
@@ -364,6 +480,15 @@ class ChatRenderer:
         if list(conversation_ids[: stop + 1]) != ids[: stop + 1]:
             raise ConfigError(_rewritten_message(index + 1))
         return stop
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor, with the processor's chat template if it has none, or a tokenizer itself."""
+    if not hasattr(processor, "image_processor"):
+        return processor
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
+    return tokenizer
 
 
 def require_utf8(text: str) -> None:

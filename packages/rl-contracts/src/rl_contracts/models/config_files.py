@@ -22,6 +22,7 @@ MAX_FILE_BYTES = 5 * 10**9
 parallel."""
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+PROCESSOR_PATTERNS = ("*processor_config.json",)
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -30,6 +31,7 @@ TOKENIZER_PATTERNS = (
     "merges.txt",
     "*.model",
     "chat_template*",
+    *PROCESSOR_PATTERNS,
 )
 
 
@@ -155,12 +157,7 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
     """
     if not source.is_dir():
         raise ModelError(f"tokenizer {source}: expected a directory with tokenizer files, found none.")
-    for pattern in TOKENIZER_PATTERNS:
-        for entry in source.glob(pattern):
-            if entry.is_file():
-                shutil.copy2(entry, target / entry.name)
-            else:
-                shutil.copytree(entry, target / entry.name, dirs_exist_ok=True)
+    copy_files(source, target, TOKENIZER_PATTERNS)
     if pad_id is None:
         return
     from transformers import AutoTokenizer
@@ -169,6 +166,16 @@ def copy_tokenizer(source: Path, target: Path, pad_id: int | None = None) -> Non
     if tokenizer.pad_token_id not in (None, pad_id):
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
         tokenizer.save_pretrained(target)
+
+
+def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    """Copy the files and folders that match a pattern from one directory to another."""
+    for pattern in patterns:
+        for entry in source.glob(pattern):
+            if entry.is_file():
+                shutil.copy2(entry, target / entry.name)
+            else:
+                shutil.copytree(entry, target / entry.name, dirs_exist_ok=True)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 
 from rl_contracts.errors import ModelError
 
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Settings of a vision-language model with the token id that it replaces by image features, in order of preference."""
 _WRITERS = ("_name_or_path", "transformers_version")
 """Settings of a model that identify the software or path it was written from."""
 
@@ -115,6 +117,12 @@ def context_length(path: str) -> int | None:
 def vocabulary_size(path: str) -> int | None:
     """Return the vocabulary size from a model's `config.json`, or None if it is not set."""
     return _size(path, "vocab_size")
+
+
+def image_token(path: str) -> int | None:
+    """Return the token id that a vision-language model replaces by image features, or None if its config has none."""
+    settings = _config(path)
+    return next((token for name in IMAGE_TOKENS if isinstance(token := settings.get(name), int)), None)
 
 
 def end_ids(path: str) -> list[int]:

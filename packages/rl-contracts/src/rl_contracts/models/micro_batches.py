@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def plan(batch: TensorDict, spec: FinetuneSpec, parallel: ParallelContext, multiple: int = 1) -> list[list[int]]:
     """Return the sequence indices of each micro-batch (collective).
 
-    A rank with fewer sequences may get empty micro-batches. The sequences of a unit stay together.
+    A rank with fewer sequences may get empty micro-batches. The sequences of a unit stay together. The limit of tokens
+    also limits images, whose placeholders are tokens.
 
     Args:
         multiple: the number of micro-batches is rounded up to a multiple of this.

@@ -26,6 +26,8 @@ class ModelSizes:
     key_heads: int
     head_size: int
     vocabulary: int
+    frozen: frozenset[str] = frozenset()
+    """Names of the parameters that are not trained."""
 
     @property
     def parameters(self) -> int:
@@ -75,4 +77,5 @@ def sizes_of(model: nn.Module, config: Any) -> ModelSizes:
         key_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocabulary=text.vocab_size,
+        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
     )

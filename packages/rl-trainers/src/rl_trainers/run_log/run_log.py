@@ -18,7 +18,6 @@ from rl_trainers.run_log.checkpoints import CheckpointConfig, Checkpoints
 from rl_trainers.run_log.trace import Trace
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
     from rl_contracts.engine import TrainEngine
@@ -249,15 +248,12 @@ class RunLog:
 
     def _save_batch(self, batch: TensorDict, version: int) -> None:
         """Save the full batch on rank 0, as it left the runtime, without the entries that learners computed."""
-        raw: dict[str, torch.Tensor] = {str(k): v for k, v in batch.exclude(*COMPUTED).items()}  # type: ignore[misc]
-        shards = self.engine.parallel.gather_tensors(raw)
+        from rl_contracts.batch.trajectory import batch_from_tensors, batch_to_tensors, concatenate, save_batch
+
+        shards = self.engine.parallel.gather_tensors(batch_to_tensors(batch.exclude(*COMPUTED)))
         if not self.engine.parallel.is_main:
             return
-        from tensordict import TensorDict
-
-        from rl_contracts.batch.trajectory import concatenate, save_batch
-
-        combined = concatenate([TensorDict(shard, batch_size=shard["input_ids"].shape[:1]) for shard in shards])
+        combined = concatenate([batch_from_tensors(shard) for shard in shards])
         directory = self.run_dir / "batches"
         directory.mkdir(exist_ok=True)
         save_batch(combined, directory / f"step_{self.step}-version_{version}.safetensors")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import batched
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.errors import DataError, InferenceError
+from rl_contracts.errors import InferenceError
 from rl_workflows.rollout.groups import FinishedGroup
 from rl_workflows.rollout.staleness import Ticket
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.images import Image
 
 TOKEN_ARRAYS = {
     "input_ids": "int64",
@@ -77,16 +79,13 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
     """Convert groups to JSON values and tensors.
 
     Returns:
-        `{"groups": JSON, "tensors": {name: 1-D tensor}}`. Each tensor concatenates one array of all sequences.
-
-    Raises:
-        DataError: a sequence has images or processor outputs, which cannot be saved.
+        `{"groups": JSON, "tensors": {name: tensor}}`. Each tensor of a per-token array concatenates this array of all
+        sequences. Images are the tensors of `rl_contracts.batch.image_entries`.
     """
+    from rl_contracts.batch.image_entries import to_tensors
+
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if any(trajectory.multi_modal is not None for trajectory in trajectories):
-        raise DataError(
-            "state_dict: sequences with multi_modal entries cannot be saved; expected sequences of tokens only."
-        )
+    images = [trajectory.images for trajectory in trajectories]
     return {
         "groups": [
             {
@@ -96,13 +95,18 @@ def groups_to_state(groups: Sequence[FinishedGroup]) -> dict[str, Any]:
             }
             for group in groups
         ],
-        "tensors": {name: _concatenate(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()},
+        "tensors": {name: _concatenate(trajectories, name, dtype) for name, dtype in TOKEN_ARRAYS.items()}
+        | (to_tensors(images) if any(images) else {}),
     }
 
 
 def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
     """Rebuild groups from the result of `groups_to_state`."""
-    remaining = {name: tensor.numpy() for name, tensor in state["tensors"].items()}
+    from rl_contracts.batch.image_entries import TENSORS, from_tensors
+
+    tensors = state["tensors"]
+    remaining = {name: tensors[name].numpy() for name in TOKEN_ARRAYS}
+    images = iter(from_tensors(tensors)) if TENSORS[0] in tensors else itertools.repeat(())
 
     def take(name: str, length: int) -> Any:
         taken, remaining[name] = remaining[name][:length], remaining[name][length:]
@@ -112,7 +116,7 @@ def groups_from_state(state: dict[str, Any]) -> list[FinishedGroup]:
         FinishedGroup(
             Ticket(*map(int, entry["ticket"])),
             entry["prompt"],
-            [_trajectory(values, take) for values in entry["trajectories"]],
+            [_trajectory(values, take, next(images)) for values in entry["trajectories"]],
         )
         for entry in state["groups"]
     ]
@@ -133,9 +137,9 @@ def _field_values(trajectory: Trajectory) -> dict[str, Any]:
     return {**values, "length": len(trajectory), "has_token_rewards": trajectory.token_rewards is not None}
 
 
-def _trajectory(values: dict[str, Any], take: Any) -> Trajectory:
+def _trajectory(values: dict[str, Any], take: Any, images: tuple[Image, ...]) -> Trajectory:
     from rl_contracts.batch.trajectory import Trajectory
 
     names = [name for name in TOKEN_ARRAYS if name != "token_rewards" or values["has_token_rewards"]]
     arrays = {name: take(name, int(values["length"])) for name in names}
-    return Trajectory(**arrays, **{name: values[name] for name in TRAJECTORY_FIELDS})
+    return Trajectory(**arrays, images=images, **{name: values[name] for name in TRAJECTORY_FIELDS})

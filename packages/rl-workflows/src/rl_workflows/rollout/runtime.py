@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.batch.packing import even_ranges
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.config import require
-from rl_contracts.errors import ConfigError, DataError, StopRequestedError
+from rl_contracts.errors import ConfigError, StopRequestedError
 from rl_contracts.rollout import RolloutRuntime
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.clock import Clock, SystemClock
@@ -157,10 +157,6 @@ class DistRollout(RolloutRuntime):
             with self.parallel.agree_on_errors("assembling the batch"):
                 groups = self._call(self.scheduler.take()) if self.parallel.is_dp_leader else []
                 batch = assemble(groups, self.scheduler.manager.version)
-                if self.parallel.world_size > 1 and "multi_modal" in batch:
-                    raise DataError(
-                        "sequences with multi_modal entries cannot be exchanged between ranks; use one trainer process."
-                    )
                 if total < self.batch_size and self.parallel.is_dp_leader:
                     self._call(self.scheduler.finish())
             # Only the last batch of a finite data set is smaller.

@@ -80,13 +80,13 @@ class Chat(Rows[dict[str, Any]]):
         """
         require(bool(path), "data.path of chat data", "a directory, a .jsonl or .parquet file, or a hub id", str(path))
         require_form("chat", form, ("rl", "sft"))
-        build, chat_options = (_prompt if form == "rl" else _conversation), read_options(ChatOptions, "chat", options)
+        build, chat_options = (rl_example if form == "rl" else sft_example), read_options(ChatOptions, "chat", options)
         records = read_records(path, split, chat_options.subset, columns)
         super().__init__(
             [
                 checked(
                     record[0],
-                    build(record, _messages(record, chat_options, columns)) | read_tools(record),
+                    build(record, prompt_messages(record, chat_options, columns)) | read_tools(record),
                     chat_options,
                 )
                 for record in records
@@ -102,7 +102,7 @@ class Chat(Rows[dict[str, Any]]):
         return {**item, "prompt_id": index, "messages": [dict(message) for message in item["messages"]]}
 
 
-def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
+def rl_example(record: Record, messages: list[Message]) -> dict[str, Any]:
     """Return the RL form of an example."""
     where, row = record
     rest = {name: value for name, value in row.items() if name != "messages" and not is_tools(name) and _plain(value)}
@@ -120,7 +120,7 @@ def _prompt(record: Record, messages: list[Message]) -> dict[str, Any]:
     return {**rest, "messages": messages}
 
 
-def _conversation(record: Record, messages: list[Message]) -> dict[str, Any]:
+def sft_example(record: Record, messages: list[Message]) -> dict[str, Any]:
     """Return the SFT form of an example."""
     where, row = record
     reject_row_weight(where, row)
@@ -160,7 +160,7 @@ def _require_learned(where: str, messages: list[Message]) -> None:
         raise DataError(f"{where}: expected an assistant turn to learn from, but all have weight 0; remove the example")
 
 
-def _messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:
+def prompt_messages(record: Record, options: ChatOptions, columns: Mapping[str, str] | None) -> list[Message]:
     """Return the conversation of an example, with the system message and instruction of the options."""
     where, row = record
     if "messages" not in row:

@@ -20,6 +20,8 @@ USUAL: dict[str, tuple[str, ...]] = {
     "question": ("problem", "prompt", "query", "instruction", "input"),
     "answer": ("solution", "response", "completion", "output", "target", "label", "reward_model.ground_truth"),
     "messages": ("conversations", "conversation", "prompt", "problem", "question", "query", "instruction", "input"),
+    "problem": ("question", "prompt", "query", "instruction", "input", "text"),
+    "images": ("image", "image_path", "image_url", "picture"),
     "prompt": ("question", "query", "problem", "instruction", "input"),
     "chosen": ("accepted", "preferred", "winner", "answer_w"),
     "rejected": ("refused", "dispreferred", "loser", "answer_l"),

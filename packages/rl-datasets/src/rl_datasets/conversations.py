@@ -239,7 +239,7 @@ def decoded(value: Any) -> Any:
 
 def parsed(value: Any) -> Any:
     """Return the object, list or null in a JSON text, or any other value unchanged."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[", "null")):  # a failed parse is slow
         return value
     try:
         result = json.loads(value)

@@ -10,12 +10,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.chat.rendering import SURROGATE
 from rl_contracts.errors import DataError
 from rl_datasets.columns import Record, renamed
 from rl_datasets.tools import without_added_nulls
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _SPLITS = ("train", "test", "validation")
 _FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".txt", ".gz", ".zip", ".arrow")
@@ -45,28 +48,31 @@ def read_records(
         DataError: the path does not exist, or the file is of an unknown kind or cannot be read. Also if a shard is
             missing, there are several candidates, or a record lacks one of `columns`.
     """
-    records, is_arrow = _records(path, split, subset)
+    files = find_files(path, split, subset)
+    is_arrow = not files or files[0].suffix != ".jsonl"  # all structs of a column have the same keys
+    records = _read_hub(str(path), split, subset) if not files else (_read_parquet if is_arrow else read_jsonl)(files)
     for where, row in renamed(records, columns or {}):
         yield where, without_added_nulls(row) if is_arrow else row
 
 
-def _records(path: str | Path, split: str, subset: str | None) -> tuple[Iterator[Record], bool]:
-    """Return the records of a split, and whether they come from Arrow, whose structs have all keys."""
+def find_files(path: str | Path, split: str, subset: str | None = None) -> list[Path]:
+    """Return the files of a split, all `.jsonl` or all `.parquet`; none if the path is a hub id.
+
+    Raises:
+        DataError: see `read_records`.
+    """
     local = Path(path).expanduser()
     if local.is_dir():
-        files = _files_of_split(local, split, subset)
-    elif local.exists():
+        return _files_of_split(local, split, subset)
+    if local.exists():
         _check_file(local, split)
-        files = [local]
-    elif _HUB_ID.fullmatch(str(path)) and local.suffix not in _FILE_SUFFIXES:
-        return _read_hub(str(path), split, subset), True
-    else:
-        raise DataError(
-            f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; correct the "
-            f"path, which is relative to {Path.cwd()}"
-        )
-    is_arrow = files[0].suffix != ".jsonl"
-    return _read_parquet(files) if is_arrow else _read_jsonl(files), is_arrow
+        return [local]
+    if _HUB_ID.fullmatch(str(path)) and local.suffix not in _FILE_SUFFIXES:
+        return []
+    raise DataError(
+        f"{path}: expected a directory, a .jsonl or .parquet file or a hub id, found nothing there; correct the "
+        f"path, which is relative to {Path.cwd()}"
+    )
 
 
 def _files_of_split(directory: Path, split: str, subset: str | None) -> list[Path]:
@@ -124,7 +130,8 @@ def _check_file(file: Path, split: str) -> None:
         )
 
 
-def _read_jsonl(files: list[Path]) -> Iterator[Record]:
+def read_jsonl(files: list[Path]) -> Iterator[Record]:
+    """Yield the records of JSON lines files."""
     for file in files:
         try:
             with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:  # checked per example
@@ -151,7 +158,7 @@ def _parse_line(where: str, line: str) -> dict[str, Any]:
 
 def _read_parquet(files: list[Path]) -> Iterator[Record]:
     for file in files:
-        _check_parquet(file)
+        check_parquet(file)
     from datasets import load_dataset  # the import takes seconds, and JSON lines do not need it
 
     for file in files:
@@ -164,8 +171,12 @@ def _read_parquet(files: list[Path]) -> Iterator[Record]:
             raise DataError(f"{file}: cannot be read as parquet: {error}; write or download it again") from error
 
 
-def _check_parquet(file: Path) -> None:
-    """Reject a truncated file, or a placeholder of a file that was not downloaded, before reading it."""
+def check_parquet(file: Path) -> None:
+    """Reject a truncated file, or a placeholder of a file that was not downloaded, before reading it.
+
+    Raises:
+        DataError: the file does not begin and end as a Parquet file.
+    """
     try:
         with file.open("rb") as data:
             begin = data.read(len(PARQUET))
@@ -181,12 +192,22 @@ def _check_parquet(file: Path) -> None:
 
 
 def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
+    for index, row in enumerate(load_hub(hub_id, split, subset)):
+        yield f"{hub_id} {split} row {index}", dict(row)
+
+
+def load_hub(hub_id: str, split: str, subset: str | None) -> Dataset:
+    """Download a split of a data set of the hub, or read it from the cache.
+
+    Raises:
+        DataError: the hub cannot be reached and the cache does not have it, or the data set has no such split.
+    """
     from datasets import config, exceptions, load_dataset
 
     offline = config.HF_HUB_OFFLINE
     try:
         config.HF_HUB_OFFLINE = offline or not _is_hub_reachable(hub_id)  # else the client retries for a minute
-        rows = load_dataset(hub_id, subset, split=split)
+        return load_dataset(hub_id, subset, split=split)
     except (OSError, ValueError, exceptions.DatasetsError) as error:
         raise DataError(
             f"{hub_id}: expected a directory, a file, or a data set of the hub with the split {split!r}; the hub "
@@ -194,8 +215,6 @@ def _read_hub(hub_id: str, split: str, subset: str | None) -> Iterator[Record]:
         ) from error
     finally:
         config.HF_HUB_OFFLINE = offline
-    for index, row in enumerate(rows):
-        yield f"{hub_id} {split} row {index}", dict(row)
 
 
 def _is_hub_reachable(hub_id: str) -> bool:

@@ -1,7 +1,6 @@
 """Data loaders that can be saved at any example and resume exactly there.
 
-All examples are in memory and nothing is prefetched. The saved position is therefore the position of the last returned
-example.
+Nothing is prefetched. The saved position is therefore the position of the last returned example.
 """
 
 from __future__ import annotations

@@ -5,9 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Protocol, overload
 
 from rl_contracts.errors import ConfigError
+
+
+class Items[T](Protocol):
+    """Values that `Rows` builds examples from: a list, or a table that reads a record on access."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> T: ...
 
 
 class Rows[T](Sequence[dict[str, Any]]):
@@ -18,8 +25,10 @@ class Rows[T](Sequence[dict[str, Any]]):
 
     reads_files: ClassVar[bool] = False
     """True if `path` may be one file, which then serves as any requested split."""
+    has_images: ClassVar[bool] = False
+    """True if messages may have images, so that a vision-language model is needed."""
 
-    def __init__(self, items: Sequence[T]) -> None:
+    def __init__(self, items: Items[T]) -> None:
         self._items = items
 
     def __len__(self) -> int:
@@ -36,6 +45,10 @@ class Rows[T](Sequence[dict[str, Any]]):
         if isinstance(positions, int):
             return self._row(positions, self._items[positions])
         return [self._row(i, self._items[i]) for i in positions]
+
+    def gold_completion(self, row: dict[str, Any]) -> str:
+        """Return a completion with the gold answer of an example in RL form, as the prompt requests it."""
+        return str(row["answer"])
 
     @abstractmethod
     def _row(self, index: int, item: T) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Check, without a model, that the gold answers of a data set score 1.0.
+"""Check, without a model, that the gold answers of a data set score 1.0 and its images can be read.
 
     python -m rl_datasets.validate gsm8k path/to/gsm8k
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import DataError, RLError
+from rl_datasets.rows import Rows
 
 if TYPE_CHECKING:
     from rl_contracts.reward import RewardFunction
@@ -32,10 +33,11 @@ class ValidationFailure:
     reason: str
     """Score, or the error."""
     completion: str
-    """Gold answer that was scored."""
+    """Gold answer that was scored; empty if the example cannot be read."""
 
     def __str__(self) -> str:
-        return f"example {self.index}: {self.reason}; its answer ends with {self.completion[-60:]!r}"
+        ending = f"; its answer ends with {self.completion[-60:]!r}" if self.completion else ""
+        return f"example {self.index}: {self.reason}{ending}"
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,37 @@ def validate(rows: Sequence[dict[str, Any]], reward_fn: RewardFunction) -> Valid
         raise DataError("validate: expected examples, found none; check the data set and its split")
     with asyncio.Runner() as runner:
         failures = [
-            ValidationFailure(index, reason, str(row["answer"]))
-            for index, row in enumerate(rows)
-            if (reason := _failure_reason(index, row, reward_fn, runner))
+            failure for index in range(len(rows)) if (failure := _failure(index, rows, reward_fn, runner)) is not None
         ]
     return ValidationReport(len(rows), tuple(failures))
 
 
-def _failure_reason(index: int, row: dict[str, Any], reward_fn: RewardFunction, runner: asyncio.Runner) -> str | None:
+def _failure(
+    index: int, rows: Sequence[dict[str, Any]], reward_fn: RewardFunction, runner: asyncio.Runner
+) -> ValidationFailure | None:
+    try:
+        row = rows[index]
+    except DataError as error:  # data sets with images find broken images on access
+        return ValidationFailure(index, f"DataError: {error}", "")
     if "answer" not in row:
         raise DataError(
             f"validate: expected an 'answer' in example {index}, found only {', '.join(row)}; "
             "load the data with form='rl'"
         )
+    completion = rows.gold_completion(row) if isinstance(rows, Rows) else str(row["answer"])
+    reason = _failure_reason(row, completion, reward_fn, runner)
+    return ValidationFailure(index, reason, completion) if reason else None
+
+
+def _failure_reason(
+    row: dict[str, Any], completion: str, reward_fn: RewardFunction, runner: asyncio.Runner
+) -> str | None:
     prompt = row["messages"][-1]["content"] if row.get("messages") else ""
+    if isinstance(prompt, list):
+        prompt = "".join(part.get("text", "") for part in prompt)
     data = {key: value for key, value in row.items() if key not in ("messages", "prompt_id")}
     try:
-        score = reward_fn(prompt, str(row["answer"]), [], [], **data)
+        score = reward_fn(prompt, completion, [], [], **data)
         value = runner.run(_awaited(score)) if inspect.isawaitable(score) else score
     except Exception as error:  # noqa: BLE001 (a boundary: the report records it)
         return f"{type(error).__name__}: {error}"

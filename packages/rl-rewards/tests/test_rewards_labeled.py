@@ -1,7 +1,7 @@
 """Rewards of labeled completions in the formats of ten model families.
 
 A line of `labeled/NAME.jsonl` is a completion with the fields of its example, the model family whose format it has,
-and its label. The labels were assigned by hand, before the rewards were computed.
+and its label. The labels were assigned by hand, before the rewards were computed. The prompt lists the choices.
 """
 
 import json
@@ -40,7 +40,8 @@ def test_reward_of_labeled_completions_is_their_label(name):
         family, completion, label = (example.pop(key) for key in ("family", "completion", "reward"))
         families.add(family)
         labels.add(label)
-        if (reward := REWARDS[name]("", completion, [], [], **example)) != label:
+        prompt = " ".join(example.get("choices", ()))
+        if (reward := REWARDS[name](prompt, completion, [], [], **example)) != label:
             different.append((family, completion, label, reward))
 
     assert len(different) <= DIFFERENT[name], different

@@ -23,7 +23,7 @@ class TestGeometry3k(RewardConformance):
     target = "geometry3k"
     right = [  # noqa: RUF012
         (r"\boxed{2\sqrt{221}}", {"answer": r"2 \sqrt { 221 }"}),
-        (r"\boxed{C}", {"answer": r"2 \sqrt { 221 }", "choices": CHOICES, "ground_truth": "C"}),
+        (r"\boxed{60^\circ}", {"answer": "60", "choices": ["30", "60"], "ground_truth": "B"}),
     ]
     wrong = [  # noqa: RUF012
         (r"\boxed{2\sqrt{221}}", {"answer": r"\sqrt { 221 }", "choices": CHOICES, "ground_truth": "B"}),
@@ -31,9 +31,9 @@ class TestGeometry3k(RewardConformance):
     ]
 
 
-def check(reward, table, **data):
+def check(reward, table, prompt="", **data):
     """Compare the rewards of (completion, gold answer, reward)."""
-    assert [(text, gold, reward("", text, [], [], answer=gold, **data)) for text, gold, _ in table] == table
+    assert [(text, gold, reward(prompt, text, [], [], answer=gold, **data)) for text, gold, _ in table] == table
 
 
 def test_clevr_reward_compares_last_bracketed_number_by_value():
@@ -93,10 +93,16 @@ def test_geometry_reward_without_a_box_reads_the_last_brackets():
 def test_geometry_reward_counts_a_letter_as_the_choice_it_names():
     gold = r"2 \sqrt { 221 }"
     letters = ["C", r"\text{(C)}", "(c)", r"C. $2\sqrt{221}$"]
+    question = f"Find x. Choices: {CHOICES[0]}, {CHOICES[1]}, {CHOICES[2]}, {CHOICES[3]}"
+    listed = {"prompt": question, "choices": CHOICES}
 
-    check(geometry3k_reward_fn, [(rf"\boxed{{{letter}}}", gold, 1.0) for letter in letters], choices=CHOICES)
-    check(geometry3k_reward_fn, [("[C]", gold, 1.0), ("[B]", gold, 0.0), ("[E]", gold, 0.0)], choices=CHOICES)
-    check(geometry3k_reward_fn, [("[C]", gold, 0.0), ("[C]", "C", 1.0)], choices=None)
+    check(geometry3k_reward_fn, [(rf"\boxed{{{letter}}}", gold, 1.0) for letter in letters], **listed)
+    check(geometry3k_reward_fn, [("[C]", gold, 1.0), ("[B]", gold, 0.0), ("[E]", gold, 0.0)], **listed)
+    check(geometry3k_reward_fn, [("[C]", gold, 0.0), ("[C]", "C", 1.0)], prompt=question, choices=None)
+
+
+def test_geometry_reward_of_a_letter_is_0_if_the_prompt_lists_no_choices():
+    check(geometry3k_reward_fn, [("[C]", CHOICES[2], 0.0), (r"\boxed{C}", CHOICES[2], 0.0)], "Find x.", choices=CHOICES)
 
 
 @pytest.mark.parametrize("unit", ["[", "[3", "[]", r"[\sqrt[3]", r"\[[", r"[3\]"])

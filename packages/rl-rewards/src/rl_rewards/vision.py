@@ -66,12 +66,13 @@ def geometry3k_reward_fn(
     unbounded time, so run this function under a deadline.
 
     Args:
-        prompt: ignored.
+        prompt: text of the prompt, to determine whether it lists `choices`.
         completions: text of one completion.
         prompt_ids: ignored.
         completion_ids: ignored.
         answer: the gold answer, as for `math_reward_fn`.
-        choices: the answers from which to choose. The letter of a choice then counts as that choice.
+        choices: the answers from which to choose. If the prompt lists all of them, the letter of a choice counts as
+            that choice. Otherwise a letter is a guess, which would be right in a quarter of the cases.
         final_text: the text after the reasoning; None to extract it from `completions`.
 
     Raises:
@@ -80,7 +81,9 @@ def geometry3k_reward_fn(
     gold = gold_answer(answer)
     final = split_reasoning(completions)[1] if final_text is None else final_text
     candidate = _boxed_or_bracketed(final)[-MAX_CHARS:]
-    return float(any(answers_equal(gold, form) for form in (candidate, *_chosen(candidate, choices or ()))))
+    listed = [str(each) for each in choices or ()]
+    forms = [candidate, *(_chosen(candidate, listed) if all(text in prompt for text in listed) else ())]
+    return float(any(answers_equal(gold, form) for form in forms))
 
 
 def _boxed_or_bracketed(text: str) -> str:
@@ -89,8 +92,8 @@ def _boxed_or_bracketed(text: str) -> str:
     return next(reversed(_BRACKETS.findall(text)), "") if boxed is None else boxed
 
 
-def _chosen(answer: str, choices: Sequence[Any]) -> list[str]:
+def _chosen(answer: str, choices: list[str]) -> list[str]:
     """Return the choice that an answer names by its letter, as a list; empty if it names none."""
     letter = choice(answer)
     index = len(choices) if letter is None else ord(letter) - ord("A")
-    return [str(named) for named in choices[index : index + 1]]
+    return choices[index : index + 1]

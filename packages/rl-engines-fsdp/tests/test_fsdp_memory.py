@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def local_bytes(tensors: Any) -> int:
     """Return the bytes of the local shards; scalar counters are ignored."""
     shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
     return sum(t.numel() * t.element_size() for t in shards if t.ndim)
+
+
+def test_memory_counts_no_gradients_of_frozen_parameters(model: Path) -> None:
+    sizes = read_sizes(model)
+    name, shape = next(iter(sizes.shapes.items()))
+
+    memory = FSDPEngineConfig().memory(
+        ParallelStrategy(), FinetuneSpec(str(model), 1), replace(sizes, frozen=frozenset([name])), 1
+    )
+
+    assert memory["parameters"] - memory["gradients"] == 4 * math.prod(shape)
+    assert memory["optimizer"] == 2 * memory["gradients"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "bfloat16"), ("sgd", "float32")])

@@ -77,10 +77,12 @@ class FSDPEngineConfig(TrainEngineConfig):
     def check(self, strategy: ParallelStrategy, spec: FinetuneSpec) -> None:
         """Reject settings that this engine does not support; see `TrainEngineConfig.check`.
 
+        The model is checked only if its directory exists.
+
         Raises:
             ConfigError: a dimension other than data, context or tensor (`d`, `c`, `t`) is larger than 1; settings
-                conflict with the layout, the run or each other; or the attention heads are not divisible by t * c
-                (checked only if the model directory exists).
+                conflict with the layout, the run, the model or each other; or the attention heads are not divisible
+                by t * c.
         """
         if strategy.pipeline != 1 or strategy.expert != 1 or strategy.expert_tensor not in (None, 1):
             raise ConfigError(
@@ -103,7 +105,10 @@ class FSDPEngineConfig(TrainEngineConfig):
                 raise ConfigError(f"{name}={getattr(self, name)} does not work with {reason}. Unset one of the two.")
         if spec.optimizer is not None:
             self._check_optimizer(spec.optimizer, spec)
-        check_heads(_read_json(spec.model_path), strategy)
+        model = _read_json(spec.model_path)
+        if model:
+            self._check_vision("vision_config" in model, spec)
+        check_heads(model.get("text_config") or model, strategy)
 
     def memory(
         self, strategy: ParallelStrategy, spec: FinetuneSpec, sizes: ModelSizes, micro_batches: int
@@ -115,7 +120,7 @@ class FSDPEngineConfig(TrainEngineConfig):
         """
         sharded = strategy.world_size > 1 or spec.dtype != "float32" or self.offload
         compute, own = DTYPE_BYTES[spec.dtype], own_parameters(strategy, sizes)
-        lora, trained = self.lora, own
+        lora, trained = self.lora, own_parameters(strategy, sizes, trained=True)
         if lora is not None:
             trained = adapter_parameters(lora.rank, lora.target_modules, strategy, sizes)
         optimizer = 0.0 if spec.optimizer is None else OPTIMIZER_BYTES.get(spec.optimizer.name, 8.0) * trained
@@ -178,6 +183,20 @@ class FSDPEngineConfig(TrainEngineConfig):
             raise ConfigError(message)
         logger.warning("%s", message)
 
+    def _check_vision(self, has_vision: bool, spec: FinetuneSpec) -> None:
+        """Check that the settings fit a vision-language model, or a model of texts."""
+        if spec.freeze and not has_vision:
+            raise ConfigError(
+                f"freeze={[*spec.freeze]}: expected a vision-language model, but {spec.model_path} reads only text; "
+                "remove freeze."
+            )
+        unsupported = "lora" if self.lora is not None else f"head={spec.head}" if spec.head != "lm" else ""
+        if unsupported and has_vision:
+            raise ConfigError(
+                f"{unsupported}: expected a model of texts, but {spec.model_path} is a vision-language model, of which "
+                "only all weights with head=lm can be trained."
+            )
+
     def _check_optimizer(self, optimizer: OptimizerConfig, spec: FinetuneSpec) -> None:
         """Check that the optimizer is installed and works with the other settings."""
         name = optimizer.name
@@ -221,11 +240,10 @@ def check_heads(sizes: dict[str, object], strategy: ParallelStrategy) -> None:
         )
 
 
-def _read_json(model_path: str) -> dict[str, object]:
-    """Return the language model section of a model directory's `config.json`, or an empty dict if it is unreadable."""
+def _read_json(model_path: str) -> dict[str, Any]:
+    """Return the `config.json` of a model directory, or an empty dict if it is unreadable."""
     try:
-        config = json.loads((Path(model_path) / "config.json").read_text())
-        return dict(config.get("text_config") or config)
+        return dict(json.loads((Path(model_path) / "config.json").read_text()))
     except (
         OSError,
         ValueError,

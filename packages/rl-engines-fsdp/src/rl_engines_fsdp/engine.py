@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from rl_engines_fsdp.checkpoint.shards import HostCopies, shards_of, write_shard
 from rl_engines_fsdp.checkpoint.state import COUNTERS, load_state, save_state, state_of
 from rl_engines_fsdp.config import FSDPEngineConfig, check_heads
 from rl_engines_fsdp.model import lora
-from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.inputs import image_filler, model_inputs
 from rl_engines_fsdp.model.maker import ModelMaker
 from rl_engines_fsdp.optimizer import clip, make_optimizer, set_rate, squared_norm
 from rl_engines_fsdp.ranks import sharding
@@ -107,6 +107,9 @@ class FSDPEngine(TrainEngine):
                     self._layout,
                 )
             self._model = self._maker.make(config)
+            # without an image, the other ranks would wait for this one in the collectives of the vision encoder, which
+            # gather its weights even if it is frozen
+            self._filler = image_filler(self._model.vision if sharded else None)
             self._check_memory(1, 1)  # everything that does not depend on a batch
             with self.parallel.agree_on_errors("preparing to publish and to train"):
                 if self.parallel.is_main:  # only rank 0 yields parameters and knows the names in the directory
@@ -227,19 +230,16 @@ class FSDPEngine(TrainEngine):
             the outputs, the micro-batch on the device (None if it has no tokens), and the sum of the router auxiliary
             loss (None if not required).
         """
-        if packed.num_tokens == 0:
-            ids = torch.zeros(2, dtype=torch.int64, device=self._device)
-            edges = torch.tensor([0, 2], dtype=torch.int32, device=self._device)
-            positions = torch.arange(2, device=self._device)
-            temperature = torch.ones(2, device=self._device)
-            return self._token_outputs(ids, positions, temperature, Segments((2,), edges))[0], None, None
-        sizes = tuple(packed.cu_seqlens.diff().tolist())
-        if self._device.type != "cpu":
-            packed = packed.to(self._device)
-        segments = Segments(sizes, packed.cu_seqlens)
-        temperature = packed.per_token("temperature")
-        outputs, auxiliary = self._token_outputs(packed["input_ids"], packed.position_ids, temperature, segments)
-        return outputs, packed, auxiliary
+        dtype, count, vision = getattr(torch, self._spec.dtype), packed.num_tokens, self._model.vision
+        # agree here, because the other ranks would wait in the collectives of the forward
+        with nullcontext() if vision is None else self.parallel.agree_on_errors("computing image features"):
+            inputs = model_inputs(packed, self._filler, vision, self._device, dtype)
+        outputs, auxiliary = self._token_outputs(*inputs)
+        if count == 0:
+            return outputs, None, None
+        if len(inputs.input_ids) > count:  # without the filler
+            outputs = TokenOutputs(outputs.logprobs[:count], outputs.entropy[:count])
+        return outputs, packed if self._device.type == "cpu" else packed.to(self._device), auxiliary
 
     def _token_outputs(self, *inputs: Any) -> tuple[TokenOutputs, Tensor | None]:
         outputs, count = self._model(*inputs), 2 if self._model.head == "lm" else 3

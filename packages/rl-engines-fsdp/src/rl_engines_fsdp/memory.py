@@ -22,8 +22,8 @@ LOGITS_ON_GPU = 1 << 26
 """Entries of a block of logits on a GPU if `max_logits` is 0."""
 
 
-def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
-    """Return the number of parameters on the rank that stores most.
+def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes, trained: bool = False) -> float:
+    """Return the number of parameters, or only of trained ones, on the rank that stores most.
 
     `fully_shard` splits the first dimension of each parameter and rounds up.
     """
@@ -34,7 +34,8 @@ def own_parameters(strategy: ParallelStrategy, sizes: ModelSizes) -> float:
         tensor_ranks = strategy.tensor if in_layer and len(shape) > 1 else 1
         return math.ceil(math.prod(shape[:1]) / ranks) * math.prod(shape[1:]) / tensor_ranks
 
-    return sum(shard_size(name, shape) for name, shape in sizes.shapes.items())
+    omitted = sizes.frozen if trained else frozenset[str]()
+    return sum(shard_size(name, shape) for name, shape in sizes.shapes.items() if name not in omitted)
 
 
 def adapter_parameters(rank: int, modules: Sequence[str], strategy: ParallelStrategy, sizes: ModelSizes) -> float:

@@ -13,7 +13,14 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.models.atomic_directory import new_directory
-from rl_contracts.models.config_files import MAX_FILE_BYTES, copy_tokenizer, pad_token_id, quiet_transformers
+from rl_contracts.models.config_files import (
+    MAX_FILE_BYTES,
+    PROCESSOR_PATTERNS,
+    copy_files,
+    copy_tokenizer,
+    pad_token_id,
+    quiet_transformers,
+)
 from rl_contracts.runtime.logging import get_logger
 from rl_engines_fsdp.model.loading import empty_model
 from rl_engines_fsdp.model.packed import PackedModel
@@ -32,8 +39,8 @@ def copy_hugging_face(model: PackedModel, meta: SaveLoadMeta, dtype: str, parall
     """Copy the model to rank 0's host memory and return a function that writes it to a directory (collective).
 
     Weights are in safetensors files of at most `MAX_FILE_BYTES` each, with an index if there are several.
-    transformers loads a language model as `AutoModelForCausalLM`, and a model with a scalar head as
-    `AutoModelForSequenceClassification`.
+    transformers loads a language model as `AutoModelForCausalLM`, a model with a scalar head as
+    `AutoModelForSequenceClassification`, and a vision-language model as `AutoModelForImageTextToText`.
     """
     inner: Any = model.model
     torch_dtype = getattr(torch, dtype)
@@ -63,6 +70,8 @@ def copy_hugging_face(model: PackedModel, meta: SaveLoadMeta, dtype: str, parall
         if inner.generation_config is not None:
             # unchanged: `save_pretrained` would reject settings of some published models
             inner.generation_config.to_json_file(directory / "generation_config.json")
+        if model.vision is not None:  # the directory of the tokenizer may have no processor
+            copy_files(Path(model.vision.directory), directory, PROCESSOR_PATTERNS)
         if meta.tokenizer_path is not None:
             copy_tokenizer(Path(meta.tokenizer_path), directory, pad_id)
         return [file for file in directory.rglob("*") if file.is_file()]

@@ -42,6 +42,9 @@ class Segments:
     """Start of each sequence and the end of the last, int32 [S + 1], on the device of the model."""
     context: Any = None
     """Process group of the ranks that store consecutive, equal chunks of the tokens; None: this rank stores all."""
+    images: Tensor | None = None
+    """Number of the image of each token, -1 for text, int64 [N]; tokens of an image attend to each other in both
+    directions. None: attention is causal."""
 
     def row_of_token(self) -> Tensor:
         """Return the index of the sequence of each token, int64 [N], on the same device."""
@@ -125,13 +128,13 @@ def _all_segments(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention of all sequences: [1, heads, N, D] to [1, N, heads, D]."""
-    is_plain = softcap is None and sinks is None and query.dtype != torch.float32
+    is_plain = softcap is None and sinks is None and query.dtype != torch.float32 and packed.images is None
     if is_plain and value.shape[-1] <= query.shape[-1] <= LARGEST_HEAD and query.is_cuda and _varlen() is not None:
         return _varlen_attention(query, key, value, packed, scale, window)
-    pieces = [
-        _one_segment(q, k, v, scale, window, softcap, sinks).transpose(1, 2)
-        for q, k, v in zip(*(torch.split(t, list(packed.lengths), dim=2) for t in (query, key, value)), strict=True)
-    ]
+    sizes = list(packed.lengths)
+    images = [None] * len(sizes) if packed.images is None else packed.images.split(sizes)
+    parts = zip(*(torch.split(t, sizes, dim=2) for t in (query, key, value)), images, strict=True)
+    pieces = [_one_segment(q, k, v, scale, window, softcap, sinks, i).transpose(1, 2) for q, k, v, i in parts]
     return torch.cat(pieces, dim=1).contiguous()  # same layout as transformers' kernels
 
 
@@ -156,17 +159,26 @@ def _reject_unsupported(
 
 
 def _one_segment(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    images: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of one sequence: [1, heads, L, D]."""
     length = q.shape[2]
     visible = length if window is None else min(window, length)
-    if softcap is not None or sinks is not None:
-        return _explicit(q, k, v, scale, _band(length, visible, q.device), softcap, sinks)
     grouped = q.shape[1] != k.shape[1]
-    if visible == length:
+    if visible == length and softcap is None and sinks is None and images is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     mask = _band(length, visible, q.device)
+    if images is not None:
+        mask |= (images[:, None] == images) & (images >= 0)
+    if softcap is not None or sinks is not None:
+        return _explicit(q, k, v, scale, mask, softcap, sinks)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 

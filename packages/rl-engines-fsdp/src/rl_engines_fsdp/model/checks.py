@@ -6,8 +6,10 @@ forward on one rank.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_contracts.batch.parallel import ParallelContext
-from rl_contracts.errors import ModelError
+from rl_contracts.errors import ModelError, RLError
+from rl_contracts.images import Image, read_image
 from rl_contracts.models.attention_windows import apply_windows, short_windows
-from rl_engines_fsdp.model import attention
 from rl_engines_fsdp.model.attention import Segments
+from rl_engines_fsdp.model.loading import packed_implementation
 from rl_engines_fsdp.model.packed import PackedCausalLM, PackedModel
 from rl_engines_fsdp.model.rope import chooses
+from rl_engines_fsdp.model.vision import VisionInputs
 from rl_engines_fsdp.ranks.sharding import reshard
 
 TOLERANCE = 5e-4
@@ -70,7 +74,7 @@ def verify(wrapped: PackedModel) -> None:
         try:
             plain = [_plain(wrapped, sequence) for sequence in ids.split(LENGTHS)]
         finally:
-            model.set_attn_implementation(attention.NAME)
+            model.set_attn_implementation(packed_implementation(model.config))
     expected_states, expected = (torch.cat(parts) for parts in zip(*plain, strict=True))
     scale = expected_states.abs().max().item()
     noise = max((grad_state - states).abs().max().item() for grad_state in grad_states)
@@ -99,6 +103,55 @@ def verify(wrapped: PackedModel) -> None:
                 f"(allowed {TOLERANCE * magnitude:.2g}): the engine computes the layers or logits of this "
                 "model differently from transformers. This engine cannot train the model."
             )
+
+
+@torch.no_grad()
+def verify_images(wrapped: PackedModel, vision: VisionInputs) -> None:
+    """Check packed sequences with and without images against transformers, and set `VisionInputs.bidirectional`.
+
+    Raises:
+        ModelError: the hidden states differ, or the model fails.
+    """
+    model: Any = wrapped.model
+    name = type(model).__name__
+    rows = [_images((24, 32)), (), _images((32, 16), (16, 24))]
+    ids = [torch.tensor([3, 5, *vision.image_ids(row), 7, 2]) for row in rows]
+    try:
+        model.set_attn_implementation("eager")
+        alone = [vision(sequence, [len(sequence)], [row]) for sequence, row in zip(ids, rows, strict=True)]
+        expected = torch.cat(
+            [
+                model.base_model(input_ids=sequence[None], use_cache=False, **inputs)[0][0]
+                for sequence, inputs in zip(ids, alone, strict=True)
+            ]
+        )
+        model.set_attn_implementation(packed_implementation(model.config))
+        lengths = [len(sequence) for sequence in ids]
+        edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        tokens, inputs = torch.cat(ids), vision(torch.cat(ids), lengths, rows)
+        differences = []
+        for vision.bidirectional in (False, True):
+            segments = Segments(tuple(lengths), edges, images=vision.blocks(tokens))
+            states = wrapped.hidden(tokens, torch.zeros_like(tokens), segments, inputs)
+            differences.append((states - expected).abs().max().item() / expected.abs().max().item())
+            if differences[-1] <= TOLERANCE:
+                return
+    except RLError:
+        raise
+    except Exception as error:  # model code may raise anything on packed input
+        raise ModelError(f"{name}: the packed forward with images fails: {error}") from error
+    raise ModelError(
+        f"{name}: hidden states of packed sequences with images differ by {min(differences):.3g} from the same "
+        f"sequences run alone (allowed {TOLERANCE:.2g}). This engine cannot train the model with images."
+    )
+
+
+def _images(*sizes: tuple[int, int]) -> tuple[Image, ...]:
+    """Return images of noise."""
+    from PIL import Image as Picture
+
+    noise = random.Random(0)
+    return tuple(read_image(Picture.frombytes("RGB", size, noise.randbytes(3 * size[0] * size[1]))) for size in sizes)
 
 
 def _packed(wrapped: PackedModel, ids: Tensor, positions: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
+from rl_contracts.images.features import has_vision
 from rl_contracts.models.attention_windows import other_layers
 from rl_contracts.models.config_files import quiet_transformers, read_config
 from rl_contracts.runtime.logging import get_logger
@@ -39,8 +40,12 @@ def read_model(path: str, head: str = "lm", new_head: bool = True) -> nn.Module:
     _check_attention(path, config, head)
     try:
         with quiet_transformers():
-            model, report = _factory(head).from_pretrained(
-                path, config=config, dtype=torch.float32, attn_implementation=attention.NAME, output_loading_info=True
+            model, report = _factory(config, head).from_pretrained(
+                path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation=packed_implementation(config),
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if attention.NAME in error.args:  # this model class looks its attention up in a table without `rl_packed`
@@ -64,7 +69,7 @@ def _check_attention(path: str, config: Any, head: str) -> None:
     Raises:
         ModelError: a layer does not support packed sequences.
     """
-    model_class: Any = _factory(head)._model_mapping.get(type(config), None)
+    model_class: Any = _factory(config, head)._model_mapping.get(type(config), None)
     name = config.model_type if model_class is None else model_class.__name__
     unsupported = other_layers(config)
     if unsupported:
@@ -87,14 +92,26 @@ def empty_model(config: Any, head: str = "lm") -> nn.Module:
     """Create the model of a configuration on the meta device: modules and shapes without memory."""
     attention.register()
     with torch.device("meta"):
-        return _factory(head).from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+        return _factory(config, head).from_config(
+            config, dtype=torch.float32, attn_implementation=packed_implementation(config)
+        )
 
 
-def _factory(head: str) -> Any:
-    """Return the auto class of transformers for this head."""
+def packed_implementation(config: Any) -> str | dict[str, str]:
+    """Return the value of `attn_implementation` for packed sequences. A vision encoder keeps its own attention."""
+    if not has_vision(config):
+        return attention.NAME
+    text_config = config.get_text_config()
+    return {name: attention.NAME for name in config.sub_configs if getattr(config, name) is text_config}
+
+
+def _factory(config: Any, head: str) -> Any:
+    """Return the auto class of transformers for a configuration and head."""
     import transformers
 
-    return transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForSequenceClassification
+    if head != "lm":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
 
 
 def check_same_weights(path: str, loaded: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> None:

@@ -14,12 +14,14 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import ConfigError
+from rl_contracts.images.features import ImageProcessor, has_vision
 from rl_contracts.models.cpu_matmul import use_faster_matmul
 from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE
 from rl_engines_fsdp.config import FSDPEngineConfig
 from rl_engines_fsdp.model import loading, lora
-from rl_engines_fsdp.model.checks import verify, verify_split
+from rl_engines_fsdp.model.checks import verify, verify_images, verify_split
 from rl_engines_fsdp.model.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from rl_engines_fsdp.model.vision import VisionInputs, freeze
 from rl_engines_fsdp.ranks import sharding
 from rl_engines_fsdp.ranks.layout import make_meshes
 from rl_engines_fsdp.ranks.tensor_parallel import TensorGradients, split_matrices
@@ -62,8 +64,13 @@ class ModelMaker:
             ModelError: the model cannot be read, or this engine cannot train it.
         """
         source = self.read(self.spec.model_path)
+        bidirectional = self.parallel.broadcast_json(
+            source is not None and source.vision is not None and source.vision.bidirectional
+        )
         model = self._split(source, hf_config) if self.sharded else self._whole(source)
         inner: Any = model.model
+        if model.vision is not None:
+            model.vision.bidirectional = bidirectional
         if source is not None:  # generation settings and tensor names of the directory, to save the model again
             inner.generation_config = getattr(source.model, "generation_config", None)
             inner._weight_conversions = getattr(source.model, "_weight_conversions", None)
@@ -87,6 +94,8 @@ class ModelMaker:
                     loading.check_same_weights(path, source.kept_tensors(), like.kept_tensors())
                 elif self.config.verify_model:
                     verify(source)
+                    if source.vision is not None:
+                        verify_images(source, source.vision)
         return source
 
     def _wrap(self, model: torch.nn.Module) -> PackedModel:
@@ -103,7 +112,16 @@ class ModelMaker:
             return PackedScalarModel(model, spec.head)
         default = 1 << 19 if self.device.type == "cpu" else 1 << 26
         max_logits = LOGITS_AT_ONCE if spec.deterministic else config.max_logits or default
-        return PackedCausalLM(model, max_logits, spec.entropy_grad)
+        wrapped = PackedCausalLM(model, max_logits, spec.entropy_grad)
+        if has_vision(model.config):
+            if wrapped.balance is not None:
+                raise ConfigError(
+                    "output_router_logits=true in config.json: the router auxiliary loss is not supported for a "
+                    "vision-language model; set it to false."
+                )
+            wrapped.vision = VisionInputs(model, ImageProcessor(spec.model_path))
+            freeze(model, spec.freeze)
+        return wrapped
 
     def _whole(self, source: PackedModel | None) -> PackedModel:
         assert source is not None

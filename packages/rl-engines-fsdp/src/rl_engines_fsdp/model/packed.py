@@ -6,10 +6,13 @@ head, tied or not) are gathered exactly while they are in use.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rl_contracts.errors import ModelError
 from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
@@ -17,6 +20,7 @@ from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments, packed_rows
 from rl_engines_fsdp.model.balance import RouterBalance, balance_coefficient
 from rl_engines_fsdp.model.rope import RowFrequencies
+from rl_engines_fsdp.model.vision import TYPES, VisionInputs
 from rl_engines_fsdp.ranks.layout import TokenSplit
 
 PREFIX = "model."
@@ -27,8 +31,9 @@ class PackedModel(nn.Module):
     """Decoder with a head, over packed sequences.
 
     The forward of subclasses takes `input_ids` int64 [N], `position_ids` int64 [N] (starting at 0 in each sequence),
-    `temperature` float32 [N] and the `Segments`. It returns the fields of `TokenOutputs` in order, each float32 [N].
-    With gradients, and if the configuration enables it, the sum of the router auxiliary loss follows.
+    `temperature` float32 [N], the `Segments`, and for a vision-language model the inputs of `VisionInputs`. It returns
+    the fields of `TokenOutputs` in order, each float32 [N]. With gradients, and if the configuration enables it, the
+    sum of the router auxiliary loss follows.
 
     Args:
         model: transformers model with the attention of `rl_engines_fsdp.model.attention`.
@@ -44,18 +49,24 @@ class PackedModel(nn.Module):
         """Frequencies of rotary embeddings that depend on the length of a sequence; false if the model has none."""
         self.balance = RouterBalance(model) if balance_coefficient(model) else None
         """Router auxiliary loss, or None if the configuration does not enable it."""
+        self.vision: VisionInputs | None = None
+        """Inputs for images, or None for a model of texts."""
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, vision: dict[str, Tensor] | None = None
+    ) -> Tensor:
         """Return the last hidden states of the decoder, [N, H], in the compute dtype.
 
         With context parallelism, these are the states of this rank's tokens.
         """
-        return self.hidden_and_auxiliary(input_ids, position_ids, segments)[0]
+        return self.hidden_and_auxiliary(input_ids, position_ids, segments, vision)[0]
 
     def hidden_and_auxiliary(
-        self, input_ids: Tensor, position_ids: Tensor, segments: Segments
+        self, input_ids: Tensor, position_ids: Tensor, segments: Segments, vision: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states, and the sum of the router auxiliary loss (`RouterBalance.sum`) if required."""
+        if vision is not None:
+            return self._hidden_with_images(input_ids, segments, vision), None
         ids, positions, packed = self.split.inputs(input_ids, position_ids, segments)
         needs_auxiliary = self.balance is not None and torch.is_grad_enabled()
         sequence_of_token = self.split.part(packed.row_of_token()) if needs_auxiliary or self.frequencies else None
@@ -73,6 +84,38 @@ class PackedModel(nn.Module):
             sizes = segments.cu_seqlens.diff()
             auxiliary = self.balance.sum(outputs.router_logits, sequence_of_token, sizes, self.split.context)
         return outputs[0][0], auxiliary
+
+    def _hidden_with_images(self, input_ids: Tensor, segments: Segments, vision: dict[str, Tensor]) -> Tensor:
+        """Return the hidden states of this rank's tokens. Every rank of a replica runs the vision encoder."""
+        positions = vision["position_ids"]
+        ids, positions, packed = self.split.padded(input_ids, positions, segments)
+        missing = len(ids) - len(input_ids)
+        types = {name: pad(vision[name], (0, missing)) for name in TYPES if name in vision}
+        inputs = vision | types | {"input_ids": ids[None], "position_ids": positions}
+        with self._own_tokens():
+            outputs = self.model.base_model(**inputs, use_cache=False, packed=packed_rows(packed))
+        return outputs[0][0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _own_tokens(self) -> Iterator[None]:
+        """Give the decoder only this rank's tokens, after the model replaced placeholders by image features."""
+        if self.split.context is None:
+            yield
+            return
+
+        def select(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            embeddings, positions = keywords["inputs_embeds"][0], keywords["position_ids"].movedim(-1, 0)
+            own = {
+                "inputs_embeds": self.split.part(embeddings)[None],
+                "position_ids": self.split.part(positions).movedim(0, -1),
+            }
+            return inputs, keywords | own
+
+        hook = self.model.get_decoder().register_forward_pre_hook(select, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all parameters, tied ones once, in a fixed order. Without adapters they have Hugging Face names."""
@@ -126,7 +169,12 @@ class PackedCausalLM(PackedModel):
         self.options = HeadOptions(logit_transform(model.config), max_logits, entropy_grad)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, temperature: Tensor, segments: Segments
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        temperature: Tensor,
+        segments: Segments,
+        vision: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return log-probs and entropies of the tokens; see `PackedModel` for the arguments.
 
@@ -134,7 +182,7 @@ class PackedCausalLM(PackedModel):
             two tensors float32 [N]. Entry t is computed from the hidden state at t-1, and is 0 for the first token of a
             sequence. The router auxiliary loss follows if required.
         """
-        hidden, auxiliary = self.hidden_and_auxiliary(input_ids, position_ids, segments)
+        hidden, auxiliary = self.hidden_and_auxiliary(input_ids, position_ids, segments, vision)
         head = self.model.get_output_embeddings()
         targets, temperatures = self.split.next_of(input_ids), self.split.next_of(temperature, 1.0)
         outputs = token_logprobs(
@@ -171,11 +219,16 @@ class PackedScalarModel(PackedModel):
             )
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, temperature: Tensor, segments: Segments
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        temperature: Tensor,
+        segments: Segments,
+        vision: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return zeros for log-probs and entropy, and the value of each token; see `PackedModel`.
 
-        The head always computes in float32. `temperature` is not used.
+        The head always computes in float32. `temperature` and `vision` are not used.
         """
         hidden, auxiliary = self.hidden_and_auxiliary(input_ids, position_ids, segments)
         is_critic = self.head == "value"
@@ -201,6 +254,7 @@ def shifted(values: Tensor, position_ids: Tensor) -> Tensor:
 
 def logit_transform(config: Any) -> LogitTransform:
     """Read the logit transform (scale, soft cap) from a configuration, whose setting names depend on the family."""
+    config = config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
     cap = getattr(config, "final_logit_softcapping", None)

@@ -41,28 +41,37 @@ class TokenSplit:
     """Group of all ranks of the replica, ordered by context rank, then tensor rank; None for a single rank."""
 
     def inputs(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Segments]:
-        """Return this rank's part of the decoder inputs.
-
-        If N is not divisible by the number of ranks, an extra sequence of padding is appended, which no other token
-        attends to.
-
-        Args:
-            input_ids, position_ids: int64 [N].
-            segments: boundaries of the sequences.
+        """Return this rank's part of the decoder inputs; see `padded` for the arguments.
 
         Returns:
             ids and positions, int64 [n], and the boundaries after padding, with the context group.
         """
+        input_ids, position_ids, segments = self.padded(input_ids, position_ids, segments)
+        return self.part(input_ids), self.part(position_ids), segments
+
+    def padded(self, input_ids: Tensor, position_ids: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Segments]:
+        """Append a sequence of padding, which no other token attends to, if N is not divisible by the number of ranks.
+
+        Args:
+            input_ids: int64 [N].
+            position_ids: int64 [..., N].
+            segments: boundaries of the sequences.
+
+        Returns:
+            ids, positions, and the boundaries after padding, with the context group.
+        """
         if self.replica is None:
             return input_ids, position_ids, segments
         num_padding = -len(input_ids) % self._ranks
+        images = segments.images
         if num_padding:
             padding = torch.arange(num_padding, device=input_ids.device)
-            input_ids, position_ids = torch.cat([input_ids, 0 * padding]), torch.cat([position_ids, padding])
+            input_ids = torch.cat([input_ids, 0 * padding])
+            position_ids = torch.cat([position_ids, padding.expand(*position_ids.shape[:-1], -1)], -1)
+            images = None if images is None else torch.cat([images, 0 * padding - 1])
             edges = torch.cat([segments.cu_seqlens, segments.cu_seqlens[-1:] + num_padding])
             segments = Segments((*segments.lengths, num_padding), edges)
-        packed = Segments(segments.lengths, segments.cu_seqlens, self.context)
-        return self.part(input_ids), self.part(position_ids), packed
+        return input_ids, position_ids, Segments(segments.lengths, segments.cu_seqlens, self.context, images)
 
     def part(self, values: Tensor) -> Tensor:
         """Select the values of this rank's tokens from the values of all tokens, including padding: [N] to [n]."""

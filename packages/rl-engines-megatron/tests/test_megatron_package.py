@@ -23,6 +23,7 @@ def test_import_does_not_import_torch():
         ({"sequence_parallel": True}, ParallelStrategy(data=2), {}, "sequence_parallel=true .*t=1"),
         ({"interleaved": 2}, ParallelStrategy(tensor=2), {}, "interleaved=2 .*p=1"),
         ({}, ParallelStrategy(), {"deterministic": True}, "deterministic"),
+        ({}, ParallelStrategy(), {"freeze": ("vision_tower",)}, "freeze"),
         ({}, ParallelStrategy(), {"dtype": "bfloat16", "device": "cpu"}, "dtype"),
         ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(name="muon")}, r"optimizer\.name"),
         ({}, ParallelStrategy(), {"optimizer": OptimizerConfig(options={"momentum": 0.9})}, r"options \['momentum'\]"),
@@ -42,6 +43,7 @@ def test_check_rejects_conflicting_settings_by_name(settings, strategy, spec, me
             {"model_type": "gpt2"},
             "megatron:d1.*model_type 'gpt2' is not supported; supported are",
         ),
+        ({}, ParallelStrategy(), {"model_type": "qwen2_5_vl"}, "megatron:d1.*model_type 'qwen2_5_vl' is not supported"),
         (
             {"interleaved": 2},
             ParallelStrategy(pipeline=2),

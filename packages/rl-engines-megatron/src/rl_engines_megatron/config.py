@@ -75,6 +75,7 @@ class MegatronEngineConfig(TrainEngineConfig):
                 spec.deterministic,
                 "the megatron engine; use the fsdp engine, or unset deterministic",
             ),
+            ("freeze", bool(spec.freeze), "the megatron engine; use the fsdp engine, or remove freeze"),
             (
                 "offload_moments=true",
                 self.offload_moments and spec.device == "cpu",

@@ -17,6 +17,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.images import Image
 from rl_inference.backends.sglang.config import PROGRAM, SGLangEngineConfig, server_job
 from rl_inference.backends.sglang.protocol import SGLangProtocol, Stream, sampling_params
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, Stats
@@ -107,6 +108,38 @@ def test_generate_during_update_has_version_of_each_token(protocol: SGLangProtoc
     )
 
     assert last.stamps == [0] * spans[0]["end"] + [1] * (spans[1]["end"] - spans[1]["start"])
+
+
+IMAGE = Image(b"\x89PNG", 1, 1)
+
+
+def test_generate_images_sends_one_placeholder_each(protocol: SGLangProtocol, tmp_path: Path) -> None:
+    """SGLang expands each placeholder, also if the prompt has one for each feature of the image."""
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "image_token_id": 9}))
+    prompt = [5, 9, 9, 9, 6, 9, 9, 7]
+
+    body = protocol.generate("a", prompt, GenerationConfig(6), None, 0, None, (IMAGE, IMAGE)).body
+
+    without = protocol.generate("a", prompt, GenerationConfig(6), None, 0).body
+    assert without is not None
+    assert body == {**without, "input_ids": [5, 9, 6, 9, 7], "image_data": ["data:image/png;base64,iVBORw=="] * 2}
+
+
+def test_generate_images_other_prompt_length_is_rejected(protocol: SGLangProtocol, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "image_token_index": 9}))
+    lines = recorded("stream", "length")["response"]["lines"]  # the prompt had `len(PROMPT)` tokens
+
+    def chunks(*more: int) -> list[GenerationChunk]:
+        return read(protocol.generate("a", [*PROMPT, *more], GenerationConfig(6), None, 0, None, (IMAGE,)), lines)
+
+    assert chunks()[-1].finish == "length"
+    with pytest.raises(InferenceError, match="images: expected SGLang to use the 11 tokens"):
+        chunks(9)
+
+
+def test_generate_images_of_text_model_are_rejected(protocol: SGLangProtocol) -> None:
+    with pytest.raises(InferenceError, match="image_token_id"):
+        protocol.generate("a", PROMPT, GenerationConfig(6), None, 0, None, (IMAGE,))
 
 
 def message(ids: list[int], total: int, reason: Any = None, **fields: Any) -> bytes:

@@ -15,6 +15,7 @@ from rl_contracts.allocation import ParallelStrategy
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ServeSpec, WeightPart, WeightUpdateMeta
 from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.images import Image
 from rl_contracts.inference import ServedModel
 from rl_inference import VLLMEngine, VLLMEngineConfig
 from rl_inference.backends.vllm.config import INSIDE, RESERVED_ARGUMENTS
@@ -81,6 +82,24 @@ def test_generate_request_has_recorded_and_disabled_settings():
     assert with_schema is not None
     assert with_schema["sampling_params"] == sampling | {"structured_outputs": {"json": schema}}
     assert "seed" not in (PROTOCOL.generate("a", PROMPT, generation, None, 0).body or {})["sampling_params"]
+
+
+def test_generate_images_are_sent_and_other_prompt_is_rejected():
+    image = Image(b"\x89PNG", 1, 1)
+    message = json.loads(_message().removeprefix(b"data: "))
+
+    call = PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0, None, (image, image))
+
+    part = {"type": "image_url", "url": "data:image/png;base64,iVBORw=="}
+    added = {"content_parts": [part, part], "return_token_ids": True}
+    assert call.body == {**(PROTOCOL.generate("mine", PROMPT, GenerationConfig(), 3, 0).body or {}), **added}
+    first, second = (
+        b"data: " + json.dumps({**message, **more}).encode() for more in ({"prompt_token_ids": PROMPT}, {})
+    )
+    assert [chunk.output_ids for line in (first, second) if (chunk := call.parse(line))] == [[5], [5]]
+    other = PROTOCOL.generate("mine", [*PROMPT, 9], GenerationConfig(), 3, 0, None, (image,))
+    with pytest.raises(InferenceError, match="images: expected vLLM to use the 11 tokens of the prompt, found 10"):
+        other.parse(first)
 
 
 def test_generate_minimum_length_that_changes_log_probs_is_rejected():

@@ -531,6 +531,46 @@ def test_compare_stale_parameter_is_named():
         extension.compare(model, staged)
 
 
+def test_compare_maps_checkpoint_names_of_vision_models():
+    """vLLM names the language model of Qwen2.5-VL differently from its checkpoint."""
+    names = {"model.embed_tokens.weight": "text.embed_tokens.weight", "visual.weight": "visual.weight"}
+    model = torch.nn.Module()
+    model.hf_to_vllm_mapper = SimpleNamespace(map_name=names.get)
+    model.visual = torch.nn.Linear(2, 3, bias=False)
+    model.text = torch.nn.Module()
+    model.text.embed_tokens, model.text.lm_head = (torch.nn.Embedding(5, 3) for _ in range(2))
+    model.text.lm_head.weight = model.text.embed_tokens.weight
+    staged = {"model.embed_tokens.weight": model.text.embed_tokens.weight.detach().clone()}
+    staged["visual.weight"] = model.visual.weight.detach().clone()
+
+    extension.compare(model, staged)
+    for name, stale in (("model.embed_tokens.weight", r"text\.embed_tokens\.weight"), ("visual.weight", "visual")):
+        with pytest.raises(RuntimeError, match=stale):
+            extension.compare(model, {**staged, name: staged[name] + 1})
+
+
+def test_compare_replicated_layer_packed_for_a_cpu_is_compared():
+    """vLLM's projection from image features to the language model is not split over ranks."""
+    layer: Any = torch.nn.Linear(3, 5, bias=False)
+    layer.cpu_linear, layer.input_size = torch.nn.functional.linear, 3
+    model = torch.nn.Module()
+    model.projection = layer
+
+    extension.compare(model, {"projection.weight": layer.weight.detach().clone()})
+    with pytest.raises(RuntimeError, match=r"projection\.weight"):
+        extension.compare(model, {"projection.weight": layer.weight.detach() + 1})
+
+
+def test_reject_spare_placeholders_counts_only_image_features():
+    def found(*tokens: int, is_embed: list[bool] | None = None) -> dict[str, Any]:
+        return {"image": [SimpleNamespace(tokens=list(tokens), is_embed=is_embed)]}
+
+    extension.reject_spare_placeholders([4, 9, 9, 5, 7], found(9, 9))
+    extension.reject_spare_placeholders([4, 9, 5, 9, 5, 7], found(9, 5, 9, is_embed=[True, False, True]))
+    with pytest.raises(ValueError, match="expected 2 placeholders for the images of the prompt, found 3"):
+        extension.reject_spare_placeholders([4, 9, 9, 5, 9], found(9, 9))
+
+
 class UnquantizedMethod:
     """Stand-in for vLLM's output head on a CPU, which multiplies with a copy of the weights."""
 

@@ -67,6 +67,8 @@ class PartialCompletion:
         """
         settings, schema, capabilities = self.request.generation, self.request.schema, protocol.capabilities
         reject_unsupported(settings, capabilities)
+        if self.request.images:
+            reject_images(capabilities)
         if schema is not None:  # the position in the schema is lost with the server, so start again
             reject_schema(capabilities)
             self.begin = 0
@@ -84,7 +86,13 @@ class PartialCompletion:
         self.attempts += 1
         self.finish = None
         return protocol.generate(
-            self.attempt_id, self.request.input_ids + self.output_ids, remaining, seed, count, schema
+            self.attempt_id,
+            self.request.input_ids + self.output_ids,
+            remaining,
+            seed,
+            count,
+            schema,
+            self.request.images,
         )
 
     def add(self, chunk: GenerationChunk, version: int = 0) -> None:
@@ -163,6 +171,19 @@ def reject_schema(able: Capabilities) -> None:
         raise InferenceError(
             "these servers do not support a JSON schema. Remove it, or use servers that support schemas "
             "(allocation=vllm:... or sglang:...)."
+        )
+
+
+def reject_images(able: Capabilities) -> None:
+    """Reject a request with images if the servers do not support images.
+
+    Raises:
+        InferenceError: the servers do not support images; the message names servers that do.
+    """
+    if not able.images:
+        raise InferenceError(
+            "these servers do not support images. Remove them, or use servers that support images "
+            "(allocation=embedded:... or vllm:...)."
         )
 
 

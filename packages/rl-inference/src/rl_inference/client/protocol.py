@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlencode
@@ -17,6 +17,7 @@ import msgspec
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import WeightReceipt, WeightUpdateMeta
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities, ServedModel
 
 
@@ -127,6 +128,7 @@ class ServerProtocol(ABC):
         seed: int | None,
         resumed: int,
         schema: dict[str, Any] | None = None,
+        images: Sequence[Image] = (),
     ) -> Call[GenerationChunk | None]:
         """Return a streaming request that continues `input_ids`. Lines without tokens parse to None.
 
@@ -139,6 +141,7 @@ class ServerProtocol(ABC):
             seed: seed of this attempt, or None.
             resumed: number of tokens in `input_ids` that belong to an interrupted completion.
             schema: JSON schema of the completion, or None; only with `capabilities.schemas`.
+            images: images of the prompt; only with `capabilities.images`.
 
         Raises:
             InferenceError: the server does not support the request as specified.

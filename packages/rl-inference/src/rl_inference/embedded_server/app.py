@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from rl_inference.backends.embedded.config import ServerOptions
 from rl_inference.backends.embedded.protocol import EmbeddedProtocol, generation_key
 from rl_inference.embedded_server.job import GenerationJob
 from rl_inference.embedded_server.requests import (
+    IMAGE_BYTES,
     Abort,
     Commit,
     Generate,
@@ -37,6 +39,7 @@ from rl_inference.embedded_server.requests import (
     check_temperature,
     expect,
     is_batch,
+    read_images,
     to_jobs,
 )
 from rl_inference.embedded_server.scoring import ScoreJob
@@ -61,6 +64,8 @@ The server rejects further requests with status 503, and clients back off.
 """
 STUCK_SECONDS = 300.0
 """Seconds without an iteration of the decode thread after which `/health` fails, longer than any pass of the model."""
+IMAGE_THREADS = 4
+"""Number of threads that decode images, each one image at a time. A decoded image can take hundreds of MiB."""
 WHOLE_PROMPTS = 8
 """Number of prompts with the full context length that a body may hold."""
 AGENT_ROUTES = ("/model_info", "/stats", "/generate", "/score")
@@ -86,6 +91,7 @@ class ServerApp:
         self._loop: DecodeLoop | None = None
         self._max_jobs = self.config.max_sequences + MAX_WAITING
         self._jobs = self._scores = 0
+        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
         self._staging = asyncio.Lock()
         self._last_beat = (-1, 0.0)
         self._lease: asyncio.TimerHandle | None = None
@@ -190,7 +196,8 @@ class ServerApp:
         model = self.loop.model
         if kind is Stage:
             return 2**20 + 2**10 * len(self.loop.weights.places)
-        return 2**16 + WHOLE_PROMPTS * model.context_length * (len(str(model.vocab_size)) + 2)
+        image_bytes = IMAGE_BYTES if kind is Generate and model.vision is not None else 0
+        return image_bytes + 2**16 + WHOLE_PROMPTS * model.context_length * (len(str(model.vocab_size)) + 2)
 
     async def health(self, _: web.Request) -> web.Response:
         """Return 200 while requests can be served: the model is loaded and the decode thread makes progress."""
@@ -234,17 +241,30 @@ class ServerApp:
         jobs = to_jobs(body, self.loop.model, self._max_jobs)
         if refused := self._full(self._jobs + len(jobs)):
             return refused
+        self._jobs += len(jobs)
+        try:
+            if body.images:
+                images = await asyncio.get_running_loop().run_in_executor(
+                    self._image_threads, read_images, body, self.loop.model
+                )
+                body.images = []  # their memory is not needed any more
+                for job in jobs:
+                    job.images = images
+            return await self._run(request, body, jobs)
+        finally:
+            self._jobs -= len(jobs)
+
+    async def _run(self, request: web.Request, body: Generate, jobs: list[GenerationJob]) -> web.StreamResponse:
+        """Generate the completions of a request, and send them."""
         logprobs = body.return_logprob
         for job in jobs if not body.stream else ():
             self.loop.submit(job)
         done = asyncio.gather(*(asyncio.wrap_future(job.ended) for job in jobs))
-        self._jobs += len(jobs)
         try:
             if body.stream:
                 return await self._stream(request, jobs[0], done, logprobs)
             await asyncio.wait({done})
         finally:
-            self._jobs -= len(jobs)
             if not done.done():  # the client went away
                 self.loop.abort(lambda job: job in jobs, "the client closed the connection")
         error_reason = next((job.finish_reason for job in jobs if job.finish_reason["type"] == "error"), None)  # type: ignore[index]
@@ -299,6 +319,8 @@ class ServerApp:
         """
         body = await self._read(request, Score)
         job = ScoreJob(check_ids(body.input_ids, self.loop.model), check_temperature(body.temperature), body.before)
+        if self.loop.model.vision is not None:
+            self.loop.model.vision.check_placeholders(job.ids)
         if refused := self._full(self._scores + 1):
             return refused
         self._scores += 1

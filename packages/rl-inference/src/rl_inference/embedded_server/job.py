@@ -5,10 +5,13 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_contracts.config import GenerationConfig
 from rl_inference.client.stop_strings import completed, longest_stop_length
+
+if TYPE_CHECKING:
+    from rl_inference.embedded_server.model.vision import PromptImages
 
 
 @dataclass(eq=False)
@@ -38,6 +41,8 @@ class GenerationJob:
 
     Stop strings may begin in them.
     """
+    images: PromptImages | None = None
+    """Images of the prompt, or None."""
     batch: str = ""
     """Request id of the batch that the job belongs to; equal to `rid` for a single request."""
     ended: Future[None] = field(default_factory=Future)
@@ -70,6 +75,11 @@ class GenerationJob:
     def tokens(self) -> list[int]:
         """Token ids of prompt and completion so far."""
         return self.prompt + self.output_ids
+
+    @property
+    def identity(self) -> list[int]:
+        """Tokens that identify the cached keys and values: as `tokens`, with images in place of their placeholders."""
+        return (self.prompt if self.images is None else self.images.identity) + self.output_ids
 
     @property
     def first_stop_position(self) -> int:

@@ -6,6 +6,7 @@ All invalid requests are rejected here, before they reach the decode thread.
 from __future__ import annotations
 
 import secrets
+from base64 import b64decode
 from dataclasses import MISSING, fields, replace
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -15,12 +16,18 @@ from msgspec import Meta, Struct
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import AdapterSpec, ParamSpec, WeightPart, WeightUpdateMeta
-from rl_contracts.errors import ConfigError, InferenceError
+from rl_contracts.errors import ConfigError, DataError, InferenceError
+from rl_contracts.images import MAX_BYTES, Image, read_image
 from rl_inference.embedded_server.job import GenerationJob
 
 if TYPE_CHECKING:
     from rl_inference.embedded_server.model.slot_model import SlotModel
+    from rl_inference.embedded_server.model.vision import PromptImages
 
+MAX_IMAGES = 64
+"""Maximum number of images of a prompt."""
+IMAGE_BYTES = 2 * MAX_BYTES
+"""Maximum size of all images of a request in base64: enough for the largest one."""
 STAGE_SECONDS = 600.0
 """Default time limit in seconds for staging a version."""
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -73,6 +80,8 @@ class Generate(Struct, forbid_unknown_fields=True):
     stream: bool = False
     resumed_tokens: Size = 0
     """Number of tokens at the end of the prompt that belong to an interrupted completion."""
+    images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] = msgspec.field(default_factory=list)
+    """Images of the only prompt, in order: PNG, JPEG or other files in base64."""
 
 
 class Abort(Struct, forbid_unknown_fields=True):
@@ -166,8 +175,27 @@ def expect(condition: bool, name: str, expected: str, value: object) -> None:
         raise InferenceError(f"{name}: expected {expected}, found {shown(value)}.")
 
 
+def read_images(request: Generate, model: SlotModel) -> PromptImages:
+    """Decode the images of a valid request, and run the processor. Slow, so it must not run on the event loop.
+
+    Raises:
+        InferenceError: an image is invalid, or the images do not fit the prompt.
+    """
+    images = list[Image]()
+    for index, text in enumerate(request.images):
+        try:
+            images.append(read_image(b64decode(text, validate=True)))
+        except (DataError, ValueError) as error:
+            raise InferenceError(f"images[{index}]: {error}") from error
+    assert model.vision is not None
+    try:
+        return model.vision.prepare(check_ids(request.input_ids, model), tuple(images), request.resumed_tokens)
+    except DataError as error:
+        raise InferenceError(str(error)) from error
+
+
 def to_jobs(request: Generate, model: SlotModel, most: int) -> list[GenerationJob]:
-    """Return the jobs of a request: one per prompt and requested completion.
+    """Return the jobs of a request: one per prompt and requested completion. `read_images` returns their images.
 
     Args:
         most: number of jobs that the server can hold.
@@ -201,10 +229,22 @@ def to_jobs(request: Generate, model: SlotModel, most: int) -> list[GenerationJo
         for prompt, each in zip(prompts, params_per_prompt, strict=True)
         for job in _jobs_of(prompt, each, rid, request.resumed_tokens, model)
     ]
+    _check_images(request, jobs, model)
     if len(jobs) > 1:
         for index, job in enumerate(jobs):
             job.rid = f"{rid}-{index}"
     return jobs
+
+
+def _check_images(request: Generate, jobs: list[GenerationJob], model: SlotModel) -> None:
+    """Reject images that the model or the request cannot have, and placeholders without images."""
+    count, vision = len(request.images), model.vision
+    if count:
+        expect(vision is not None, "images", "none, because the served model reads only text", count)
+        expect(not is_batch(request), "images", "one prompt per request with images", len(request.input_ids))
+    elif vision is not None:
+        for job in jobs:
+            vision.check_placeholders(job.prompt[: len(job.prompt) - job.resumed])
 
 
 def is_batch(request: Generate) -> bool:

@@ -18,6 +18,7 @@ from rl_inference.embedded_server.job import GenerationJob
 from rl_inference.embedded_server.model.attention import Segment, TokenPass
 from rl_inference.embedded_server.model.pages import PAGE, PrefixIndex, pages_of, prefix_keys
 from rl_inference.embedded_server.model.slot_model import SlotModel
+from rl_inference.embedded_server.model.vision import ImagePass, join
 from rl_inference.embedded_server.sampling import SamplingBatch
 
 NO_VERSION = -1
@@ -87,7 +88,7 @@ class SlotTable:
         while waiting and (self._free_slots or self._cached_slots) and len(skipped) < self.slots:
             job = waiting.popleft()
             if job.keyed_length != job.length:
-                job.prefix_keys, job.keyed_length = prefix_keys(job.tokens), job.length
+                job.prefix_keys, job.keyed_length = prefix_keys(job.identity), job.length
             key = job.prefix_keys[-1]
             if key in prefill_keys:
                 skipped.append(job)
@@ -107,7 +108,7 @@ class SlotTable:
         One page per running job stays in reserve.
         """
         cache = self.model.cache
-        match = None if self._rescore else self._prefixes.find(job.tokens, job.prefix_keys)
+        match = None if self._rescore else self._prefixes.find(job.identity, job.prefix_keys)
         source, read = match or (-1, 0)
         needed = pages_of(job.length + 1) + self.running
         if not self._evict(needed - read // PAGE, source):
@@ -209,6 +210,7 @@ class SlotTable:
             tokens, span = self._join(rows, chunks)
         else:
             tokens, span = rows.tokens, rows.span()
+            span.images = self._images(rows, [])
         logits = self.model.run(tokens, span)
         for job, count in chunks:
             job.read += count
@@ -217,7 +219,7 @@ class SlotTable:
         if prefilled:
             self._passes_with_room = 0
         for job in prefilled:
-            self._offer_prefix(job, job.tokens)
+            self._offer_prefix(job, job.identity)
         self._decoding.extend(prefilled)
         rows.advance(prefilled, self.model.device)
         if self._decoding:
@@ -267,7 +269,23 @@ class SlotTable:
             logit_indices=torch.cat(
                 (torch.arange(decode_count, device=device), torch.tensor(logit_indices, device=device).long())
             ),
+            images=self._images(rows, chunks),
         )
+
+    def _images(self, rows: _DecodeRows, chunks: list[tuple[GenerationJob, int]]) -> ImagePass | None:
+        """Return the rotary positions of a pass and the images of its chunks, or None for a model of texts."""
+        vision = self.model.vision
+        if vision is None:
+            return None
+        none = torch.empty(0, dtype=torch.int64, device=self.model.device)
+        parts = [ImagePass(rows.rotary(vision.axes), none)]
+        for job, count in chunks:
+            if job.images is None:
+                positions = torch.arange(job.read, job.read + count, device=self.model.device)
+                parts.append(ImagePass(positions.expand(vision.axes, -1), none))
+            else:
+                parts.append(vision.chunk(job.images, job.read, count))
+        return join(parts)
 
     def _record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Append the sampled tokens and end the completed jobs. This is the only transfer to the host in a pass."""
@@ -304,7 +322,7 @@ class SlotTable:
         """Give up the slots of ended jobs. Their content stays usable as a prefix until the slot is assigned again."""
         for job in self._decoding:
             if job.finish_reason is not None and job.finish_reason["type"] != "error":
-                self._offer_prefix(job, job.tokens[:-1])  # the last token was not fed
+                self._offer_prefix(job, job.identity[:-1])  # the last token was not fed
         for job in self.jobs:
             if job.finish_reason is None:
                 continue
@@ -325,11 +343,13 @@ class SlotTable:
         return [*jobs, *reversed(self.take_evicted())]
 
     def forget_prefixes(self) -> None:
-        """Discard all cached prefixes after a change of the weights.
+        """Discard all cached prefixes and encoded images after a change of the weights.
 
         Later jobs cannot share prefixes of running jobs either.
         """
         self._clear_prefixes()
+        if self.model.vision is not None:
+            self.model.vision.forget()
         for job in self.jobs:
             job.cache_version = NO_VERSION
 
@@ -352,12 +372,17 @@ class _DecodeRows:
         self.tokens = torch.tensor([(job.output_ids or job.prompt)[-1] for job in jobs], device=device).long()
         self.positions = torch.tensor(positions, device=device).long()
         self.slots = torch.tensor(slots, device=device).long()
+        self.deltas = torch.tensor([_delta(job) for job in jobs], device=device).long()
         self.longest = max(positions, default=0)
         self.sampling: SamplingBatch | None = None
 
     def span(self) -> TokenPass:
         """Return the pass that feeds the last token of each completion."""
         return TokenPass(self.slots, self.positions, self.longest + 1, singles=len(self.slots))
+
+    def rotary(self, axes: int) -> torch.Tensor:
+        """Return the rotary positions of the last tokens, int64 [axes, rows]."""
+        return (self.positions + self.deltas).expand(axes, -1)
 
     def advance(self, new_jobs: list[GenerationJob], device: torch.device) -> None:
         """Move each position to the next token after a pass, and add rows for the jobs that finished prefill."""
@@ -368,5 +393,10 @@ class _DecodeRows:
         lengths = [job.length for job in new_jobs]
         self.positions = torch.cat((self.positions, torch.tensor(lengths, device=device)))
         self.slots = torch.cat((self.slots, torch.tensor([job.slot for job in new_jobs], device=device)))
+        self.deltas = torch.cat((self.deltas, torch.tensor([_delta(job) for job in new_jobs], device=device)))
         self.longest = max(self.longest, *lengths)
         self.sampling = None
+
+
+def _delta(job: GenerationJob) -> int:
+    return 0 if job.images is None else job.images.delta

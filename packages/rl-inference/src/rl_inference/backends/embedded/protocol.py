@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hmac
+from base64 import b64encode
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities
 from rl_inference.backends.control_protocol import ControlPaths, ControlProtocol
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, ignored
@@ -22,7 +25,7 @@ def generation_key(key: str) -> str:
 class EmbeddedProtocol(ControlProtocol):
     """Protocol of the embedded server, which supports every method of the contract."""
 
-    capabilities = Capabilities(scores_previous_weights=True, lora=True, sleeps=True)
+    capabilities = Capabilities(scores_previous_weights=True, lora=True, sleeps=True, images=True)
     paths: ClassVar[ControlPaths] = ControlPaths(
         health="/health",
         stats="/stats",
@@ -42,6 +45,7 @@ class EmbeddedProtocol(ControlProtocol):
         seed: int | None,
         resumed: int,
         schema: dict[str, Any] | None = None,
+        images: Sequence[Image] = (),
     ) -> Call[GenerationChunk | None]:
         body = {
             "rid": rid,
@@ -51,6 +55,8 @@ class EmbeddedProtocol(ControlProtocol):
             "stream": True,
             "resumed_tokens": resumed,
         }
+        if images:
+            body["images"] = [b64encode(image.data).decode() for image in images]
         return Call("/generate", _chunk, body)
 
     def score(self, input_ids: list[int], temperature: float, before: bool = False) -> Exchange[list[float]]:

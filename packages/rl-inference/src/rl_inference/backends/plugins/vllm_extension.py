@@ -15,6 +15,7 @@ It adds to vLLM:
   update. The tensors in the model are then compared with the staged ones.
 - Prefixes computed with old weights are not reused. A load empties the cache, also for unfinished completions. Requests
   have the version as their cache salt, and wait in the guard while generation is paused.
+- Prompts with images keep the client's tokens. By default, vLLM would expand placeholders that are already expanded.
 - `/health` returns status 200 only after the first generated tokens, which take much longer than later ones.
 - Every response has headers with the instance of the server and the served version.
 
@@ -108,8 +109,10 @@ class Guard(rl_guard.Guard):
         return self._warm_up_task.done()
 
     async def _prepare(self, engine: Any) -> None:
-        """Set the version of the initial weights before the first token is generated."""
+        """Set the version of the initial weights before the first token is generated, and prepare for images."""
         if not self._version_is_set:
+            if engine.vllm_config.model_config.is_multimodal_model:
+                keep_placeholders()
             await engine.update_weight_version(str(self._version))
             self._version_is_set = True
 
@@ -168,6 +171,50 @@ class Guard(rl_guard.Guard):
     async def _wake(self, engine: Any, _: dict[str, Any]) -> dict[str, Any]:
         await engine.wake_up(None)
         return await self._resume(engine, {})
+
+
+def keep_placeholders() -> None:
+    """Change vLLM so that it keeps a prompt in which the placeholders of all images are already expanded.
+
+    vLLM would replace the first placeholder of each image again. It still replaces the placeholders of other prompts.
+    """
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+
+    apply = BaseMultiModalProcessor._apply_prompt_updates
+
+    def keep_or_apply(self: Any, token_ids: list[int], updates: Any) -> Any:
+        found = self._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            reject_spare_placeholders(token_ids, found)
+            return token_ids, found
+        try:
+            return apply(self, token_ids, updates)
+        except AssertionError as error:  # vLLM would answer with status 500
+            raise ValueError(f"images: expected as many placeholders as images: {error}") from error
+
+    BaseMultiModalProcessor._apply_prompt_updates = keep_or_apply
+
+
+def reject_spare_placeholders(token_ids: list[int], found: dict[str, list[Any]]) -> None:
+    """Reject a prompt that has placeholders outside of those found for its images.
+
+    Raises:
+        ValueError: vLLM would read the other placeholders as text.
+    """
+    tokens = [token for placeholders in found.values() for each in placeholders for token in _features(each)]
+    present = sum(map(set(tokens).__contains__, token_ids))
+    if present != len(tokens):
+        raise ValueError(
+            f"images: expected {len(tokens)} placeholders for the images of the prompt, found {present}; send one "
+            "image for each block of placeholders."
+        )
+
+
+def _features(placeholder: Any) -> list[int]:
+    """Return the tokens that vLLM replaces by image features; the others are around and between them."""
+    if placeholder.is_embed is None:
+        return list(placeholder.tokens)
+    return [token for token, embedded in zip(placeholder.tokens, placeholder.is_embed, strict=True) if embedded]
 
 
 async def _warm_up(engine: Any) -> None:
@@ -279,16 +326,19 @@ def repack(model: Any) -> None:
 def compare(model: Any, staged: dict[str, Any]) -> None:
     """Compare the model's tensors with the staged ones.
 
-    Parameters that are split over ranks, quantized, or named differently from the checkpoint are not compared.
+    Parameters that are split over ranks or quantized are not compared, nor those whose names vLLM does not map.
 
     Raises:
         RuntimeError: a tensor differs; the message names the first such parameter.
     """
     import torch
 
-    tied = "lm_head.weight" not in staged
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        staged = {mapper.map_name(name): tensor for name, tensor in staged.items()}
+    embeddings = next((tensor for name, tensor in staged.items() if name.endswith("embed_tokens.weight")), None)
     for name, live, columns in served(model) if _is_whole(model) else ():
-        sent = staged.get("model.embed_tokens.weight" if tied and name == "lm_head.weight" else name)
+        sent = staged.get(name, embeddings if name.endswith("lm_head.weight") else None)
         if sent is None:
             continue
         sent = (sent if columns is None else sent[:, columns]).to(live.device, live.dtype)
@@ -332,7 +382,8 @@ def unpacked(module: Any) -> tuple[Any, Any]:
     """Return random columns of a packed matrix, [rows, columns], and their indices."""
     import torch
 
-    width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    names = ("input_size_per_partition", "input_size", "embedding_dim")  # split layers, replicated ones, embeddings
+    width = next(getattr(module, name) for name in names if hasattr(module, name))
     columns = torch.randperm(width)[:COLUMNS]
     units = torch.zeros(len(columns), width, dtype=module.weight.dtype)
     units[torch.arange(len(columns)), columns] = 1

@@ -7,6 +7,7 @@ recorded responses.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -14,8 +15,9 @@ from typing import Any, ClassVar
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import NO_GPU_ROUTES, ROUTES, ServeSpec
 from rl_contracts.errors import InferenceError
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities
-from rl_contracts.models.directory import vocabulary_size
+from rl_contracts.models.directory import image_token, vocabulary_size
 from rl_inference.backends.control_protocol import ControlProtocol
 from rl_inference.backends.external_program import on_cpu
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
@@ -46,6 +48,7 @@ class SGLangProtocol(ControlProtocol):
             heartbeats=False,
             lora=True,
             schemas=True,
+            images=True,
         )
 
     def generate(
@@ -56,14 +59,19 @@ class SGLangProtocol(ControlProtocol):
         seed: int | None,
         resumed: int,
         schema: dict[str, Any] | None = None,
+        images: Sequence[Image] = (),
     ) -> Call[GenerationChunk | None]:
         self._check_ids(input_ids, "input_ids")
         self._check_ids(generation.stop_token_ids, "generation.stop_token_ids")
         generation = self._within_context(input_ids, generation)
         sampling = sampling_params(generation) | ({} if schema is None else {"json_schema": json.dumps(schema)})
         stop_tokens = frozenset(sampling.get("stop_token_ids", ())) if generation.ignore_eos else frozenset()
-        stream = Stream(self._spec.version, generation.max_new_tokens, stop_tokens or None)
+        prompt = len(input_ids) if images else None
+        stream = Stream(self._spec.version, generation.max_new_tokens, stop_tokens or None, prompt)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
+        if images:
+            body["input_ids"] = with_one_placeholder_each(input_ids, self._placeholder)
+            body["image_data"] = [image.data_url for image in images]
         return Call("/generate", stream.read, body)
 
     def _check_ids(self, ids: list[int], name: str) -> None:
@@ -96,6 +104,16 @@ class SGLangProtocol(ControlProtocol):
                 "would kill an SGLang server."
             )
         return size
+
+    @cached_property
+    def _placeholder(self) -> int:
+        token = image_token(self._spec.model_path) if self._spec.model_path else None
+        if token is None:
+            raise InferenceError(
+                f"{self._spec.model_path or 'model_path'}: expected a model directory whose config.json has "
+                "image_token_id, found none. Use a vision-language model, or prompts without images."
+            )
+        return token
 
     def abort(self, rid: str) -> Exchange[None]:
         yield Call("/abort_request", ignored, {"rid": rid})
@@ -159,6 +177,12 @@ def sampling_params(generation: GenerationConfig) -> dict[str, Any]:
     return params | ({"stop_token_ids": stop_ids} if stop_ids else {})
 
 
+def with_one_placeholder_each(input_ids: list[int], placeholder: int) -> list[int]:
+    """Return a prompt with one placeholder for each run of them, because SGLang expands each placeholder again."""
+    before = [None, *input_ids]
+    return [token for token, last in zip(input_ids, before, strict=False) if token != placeholder or token != last]
+
+
 @dataclass
 class Stream:
     """Parser of the messages of one completion.
@@ -173,6 +197,8 @@ class Stream:
     """Number of requested tokens."""
     stop_tokens: frozenset[int] | None = None
     """Stop tokens of a completion that continues after any other end token. None: the server ends the completion."""
+    prompt_tokens: int | None = None
+    """Number of tokens of a prompt with images, after their placeholders were expanded. None: not checked."""
     received: int = 0
     """Number of tokens returned so far."""
 
@@ -180,7 +206,7 @@ class Stream:
         """Parse one line of the stream, or return None for an empty event.
 
         Raises:
-            InferenceError: the server rejected the request.
+            InferenceError: the server rejected the request, or used a prompt of another length.
             ServerBusyError: the server cannot accept the request now.
             ValueError, KeyError, TypeError: the line is not a message of a completion.
         """
@@ -194,6 +220,12 @@ class Stream:
         total, reason = int(meta["completion_tokens"]), meta["finish_reason"]
         if reason is not None and reason.get("status_code"):
             return _failed(int(reason["status_code"]), str(reason["message"]))
+        if self.prompt_tokens is not None and meta["prompt_tokens"] != self.prompt_tokens:
+            raise InferenceError(
+                f"images: expected SGLang to use the {self.prompt_tokens} tokens of the prompt, found "
+                f"{meta['prompt_tokens']}; its processor expands the placeholders differently. Use another server for "
+                "this model (allocation=vllm:... or embedded:...)."
+            )
         chunk = GenerationChunk(*self._new(value["output_ids"], meta.get("output_token_logprobs") or [], total))
         if reason is not None:
             chunk.finish = self._finish(reason)

@@ -7,13 +7,14 @@ recorded responses.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import NO_GPU_ROUTES, ROUTES
 from rl_contracts.errors import InferenceError
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities, ServedModel
 from rl_inference.backends.control_protocol import ControlProtocol, served_model
 from rl_inference.client.protocol import Call, Exchange, GenerationChunk, as_object, event, expand, ignored
@@ -50,6 +51,7 @@ class VLLMProtocol(ControlProtocol):
             lora=True,
             sleeps=sleeps,
             schemas=True,
+            images=True,
         )
 
     def generate(
@@ -60,6 +62,7 @@ class VLLMProtocol(ControlProtocol):
         seed: int | None,
         resumed: int,
         schema: dict[str, Any] | None = None,
+        images: Sequence[Image] = (),
     ) -> Call[GenerationChunk | None]:
         masks_ends = generation.min_new_tokens > 0 and not (generation.ignore_eos and not generation.stop_token_ids)
         if masks_ends and not generation.greedy:
@@ -86,7 +89,11 @@ class VLLMProtocol(ControlProtocol):
         if schema is not None:
             sampling["structured_outputs"] = {"json": schema}
         body = {"request_id": rid, "token_ids": input_ids, "sampling_params": sampling, "stream": True}
-        return Call(_GENERATE, _Stream(self._version).read, body)
+        if images:
+            # the first message then has the prompt's tokens, among which vLLM may have inserted placeholders
+            body["return_token_ids"] = True
+            body["content_parts"] = [{"type": "image_url", "url": image.data_url} for image in images]
+        return Call(_GENERATE, _Stream(self._version, input_ids if images else None).read, body)
 
     def abort(self, rid: str) -> Exchange[None]:
         # vLLM's internal id, not the `request_id` that the client sent
@@ -139,6 +146,8 @@ class _Stream:
 
     initial_version: int
     """Version of the weights that the server was started with."""
+    prompt: list[int] | None = None
+    """Tokens of a prompt with images, until the server has confirmed them. None: nothing to confirm."""
     received: int = 0
     """Number of tokens received so far."""
 
@@ -149,6 +158,9 @@ class _Stream:
             return None
         if "error" in value:
             return GenerationChunk(error=str(value["error"]["message"]))
+        if self.prompt is not None:
+            _check_prompt(self.prompt, value["prompt_token_ids"])
+            self.prompt = None
         choice: dict[str, Any] = value["choices"][0]
         ids = [int(token) for token in choice["token_ids"]]
         logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {"content": []})["content"]]
@@ -166,6 +178,20 @@ class _Stream:
         if len(stamps) != self.received:
             raise ValueError(f"expected versions of {self.received} tokens, found {len(stamps)}")
         return GenerationChunk(ids, logprobs, finish=finish, stamps=stamps)
+
+
+def _check_prompt(sent: list[int], used: list[int]) -> None:
+    """Reject a completion if vLLM replaced placeholders of images in the prompt.
+
+    Raises:
+        InferenceError: the model would be trained on other tokens than it generated from.
+    """
+    if used != sent:
+        raise InferenceError(
+            f"images: expected vLLM to use the {len(sent)} tokens of the prompt, found {len(used)}; its processor "
+            "inserts other placeholders. Serve the model with its own processor files, or use embedded servers "
+            "(allocation=embedded:...)."
+        )
 
 
 def _scores(input_ids: list[int]) -> Callable[[bytes], list[float]]:

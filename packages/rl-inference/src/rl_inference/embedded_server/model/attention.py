@@ -7,10 +7,13 @@ of a model (sliding windows, soft caps, attention sinks, scaling) are arguments,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from rl_inference.embedded_server.model.vision import ImagePass
 
 _MAX_SCORES = 2**24
 """Maximum number of attention scores computed explicitly at once."""
@@ -48,6 +51,8 @@ class TokenPass:
     """Store keys and values (scoring in one pass does not need them)."""
     logit_indices: torch.Tensor | None = None
     """Indices of the tokens whose logits are computed, int64 [wanted]; None: all."""
+    images: ImagePass | None = None
+    """Rotary positions and images of the tokens, or None for a model of texts."""
     scratch: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """Values shared by all layers: masks and positions in the cache."""
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
+from rl_contracts.images import read_image
+from rl_contracts.images.features import ImageProcessor, has_vision
 from rl_contracts.models.attention_windows import other_layers, short_windows
 from rl_contracts.models.cpu_matmul import use_faster_matmul
 from rl_contracts.runtime.logging import get_logger
@@ -19,6 +21,7 @@ from rl_inference.embedded_server.model.attention import Segment, TokenPass
 from rl_inference.embedded_server.model.cache import KernelLayer, TorchLayer
 from rl_inference.embedded_server.model.memory import fit_cache
 from rl_inference.embedded_server.model.slot_model import IMPLEMENTATION, SlotModel, uncompiled
+from rl_inference.embedded_server.model.vision import PromptImages, VisionModel
 
 logger = get_logger("inference.server.loading")
 
@@ -47,11 +50,16 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     try:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
         _check_class(hf_config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        if has_vision(hf_config) and spec.deterministic:
+            raise ModelError(
+                f"{path}: deterministic runs support only text models, found a vision-language model; set "
+                "deterministic=false"
+            )
+        loaded: Any = _factory(hf_config).from_pretrained(
             path,
             config=hf_config,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=IMPLEMENTATION,
+            attn_implementation=slot_implementation(hf_config),
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -77,12 +85,28 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
         compile_pass(model)
     tokenizer = _load_tokenizer(path)
     context = config.context_length or longest
+    vision = VisionModel(model, ImageProcessor(str(path))) if has_vision(hf_config) else None
     layer = KernelLayer if device == "cpu" and model.dtype == torch.float32 else TorchLayer
-    result = SlotModel(model, tokenizer, config.max_sequences, context, _end_ids(model, tokenizer), layer)
+    result = SlotModel(model, tokenizer, config.max_sequences, context, _end_ids(model, tokenizer), layer, vision)
     check_numbers(result)
+    if vision is not None:
+        check_images(result, vision)
     result.warm_up()
     fit_cache(result, config.cache_gib, config.context_length, staged=bool(spec.weights_dir), sharing=sharing)
     return result
+
+
+def _factory(config: Any) -> Any:
+    """Return the auto class of transformers for a configuration."""
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+
+
+def slot_implementation(config: Any) -> str | dict[str, str]:
+    """Return the value of `attn_implementation` for decode slots. A vision encoder keeps its own attention."""
+    if not has_vision(config):
+        return IMPLEMENTATION
+    text_config = config.get_text_config()
+    return {name: IMPLEMENTATION for name in config.sub_configs if getattr(config, name) is text_config}
 
 
 def _usable_positions(path: Path, config: Any, requested: int) -> int:
@@ -110,7 +134,7 @@ def _usable_positions(path: Path, config: Any, requested: int) -> int:
 
 def _check_class(config: Any) -> None:
     """Check that the model class lets its attention be replaced, before a model is created."""
-    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind: Any = _factory(config)._model_mapping.get(type(config), None)
     if kind is not None and not kind._can_set_attn_implementation():
         raise ModelError(_no_attention(kind.__name__))
 
@@ -211,6 +235,63 @@ def _compare_logprobs(model: SlotModel, name: str, ids: torch.Tensor) -> None:
         )
 
 
+@torch.inference_mode()
+def check_images(model: SlotModel, vision: VisionModel) -> None:
+    """Compare log-probs of a prompt with an image, read into a decode slot in chunks, with the model's own forward.
+
+    Raises:
+        ModelError: the log-probs differ, or the model cannot read images in decode slots.
+    """
+    from PIL import Image
+
+    name = type(model.model).__name__
+    noise = Image.effect_noise((48, 32), 64).convert("RGB")
+    images = (read_image(noise),)
+    try:
+        ids = [3, *vision.image_ids(images), 5, 7]
+        prompt = vision.prepare(ids, images)
+        model.cache.grow(0, len(ids))
+        parts = [_image_chunk(model, vision, prompt, ids, *chunk) for chunk in ((0, 3), (3, len(ids)))]
+        model.cache.pages.assign(0, [])
+        actual = torch.log_softmax(torch.cat(parts).float(), -1)
+        model.model.set_attn_implementation("eager")
+        try:
+            logits = model.model(**vision.inputs(prompt, ids), use_cache=False).logits[0]
+        finally:
+            model.model.set_attn_implementation(slot_implementation(model.model.config))
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"{name} cannot read images in the decode slots of the embedded server ({type(error).__name__}: {error}). "
+            "Use another engine for this model."
+        ) from error
+    vision.forget()
+    expected = torch.log_softmax(logits.float(), -1)
+    allowed = _TOLERANCES[model.model.dtype] * min(1.0, (expected.max() - expected.min()).item())
+    difference = (actual - expected).abs().mean().item()
+    if not difference <= allowed:
+        raise ModelError(
+            f"{name} computes other log-probs of images in the decode slots of the embedded server than with its own "
+            f"attention: the mean difference is {difference:.2g}, rounding allows {allowed:.2g}. Use another engine "
+            "for this model."
+        )
+
+
+def _image_chunk(
+    model: SlotModel, vision: VisionModel, prompt: PromptImages, ids: list[int], start: int, stop: int
+) -> torch.Tensor:
+    """Return the logits of tokens `start` to `stop` of a prompt in slot 0."""
+    positions = torch.arange(start, stop, device=model.device)
+    span = TokenPass(
+        slots=torch.zeros_like(positions),
+        positions=positions,
+        longest=stop,
+        singles=0,
+        segments=(Segment(0, start, 0, stop - start),),
+        images=vision.chunk(prompt, start, stop - start),
+    )
+    return model.run(torch.tensor(ids[start:stop], device=model.device), span)
+
+
 def _slot_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
     """Return log-probs [tokens, vocab] of tokens that the model reads in chunks into slot 0."""
     logits, start = [], 0
@@ -239,5 +320,5 @@ def _reference_logprobs(model: SlotModel, ids: torch.Tensor) -> torch.Tensor:
         with uncompiled():
             logits = model.model(input_ids=ids[None], use_cache=False).logits[0]
     finally:
-        model.model.set_attn_implementation(IMPLEMENTATION)
+        model.model.set_attn_implementation(slot_implementation(model.model.config))
     return torch.log_softmax(logits.float(), -1)

@@ -24,6 +24,7 @@ from rl_contracts.models.attention_windows import layer_window
 from rl_contracts.models.token_logprobs import LOGITS_AT_ONCE, chosen_logprobs, float32_logits
 from rl_inference.embedded_server.model.attention import Scoring, Segment, TokenPass, causal
 from rl_inference.embedded_server.model.cache import SlotCache, SlotLayer, TorchLayer
+from rl_inference.embedded_server.model.vision import ImagePass, VisionModel
 
 IMPLEMENTATION = "rl_slots"
 """Name under which the attention function is registered."""
@@ -138,8 +139,9 @@ class SlotModel:
         context_length: int,
         end_ids: frozenset[int] = frozenset(),
         layer: type[SlotLayer] = TorchLayer,
+        vision: VisionModel | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.vision = model, vision
         self.tokenizer = tokenizer
         self.device = model.device
         text_config = model.config.get_text_config()
@@ -176,6 +178,9 @@ class SlotModel:
         try:
             # run a single token uncompiled, since the compiler would build another graph for it
             with uncompiled() if len(tokens) == 1 else nullcontext():
+                if self.vision is not None:
+                    images = span.images or ImagePass(span.positions.expand(self.vision.axes, -1), tokens[:0])
+                    return self.vision.run(tokens, images)
                 output = self.model(input_ids=tokens[None], position_ids=span.positions[None], use_cache=False)
         finally:
             _pass_context.current = None
@@ -204,8 +209,8 @@ class SlotModel:
     @contextmanager
     def _cached_decoder(self) -> Iterator[None]:
         """Run the decoder only in the first pass of a `with` block, and reuse its output in later passes."""
-        decoder, outputs = self.model.base_model, list[Any]()
-        forward = decoder.forward
+        decoder = self.model.base_model if self.vision is None else self.vision.decoder
+        forward, outputs = decoder.forward, list[Any]()
 
         def cached_forward(*args: Any, **kwargs: Any) -> Any:
             if not outputs:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.chat.rendering import ChatRenderer, tokenizer_of
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest, ModelResponse
 from rl_contracts.inference import Capabilities
@@ -26,11 +26,15 @@ class ScriptedEngine(NullInferenceEngine):
 
     schemas = False
     """True if the engine claims to constrain completions to schemas."""
+    images = True
+    """True if the engine claims to read images."""
 
-    def __init__(self, name: str, says: Says, **options: Any) -> None:
+    def __init__(self, name: str, says: Says, processor: Any = None, **options: Any) -> None:
         self.name, self.says = name, says
-        self.tokenizer = make_chat_tokenizer(name)
-        self.renderer = ChatRenderer(self.tokenizer)
+        self.processor = processor or make_chat_tokenizer(name)
+        self.tokenizer = tokenizer_of(self.processor)
+        self.renderer = ChatRenderer(self.processor)
+        self.requests: list[ModelRequest] = []
         self.responses: list[ModelResponse] = []
         super().__init__(
             NullInferenceEngineConfig(**{"seconds_per_token": 0.0, "vocab_size": len(self.tokenizer), **options}),
@@ -45,13 +49,14 @@ class ScriptedEngine(NullInferenceEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, schemas=self.schemas)
+        return replace(super().capabilities, schemas=self.schemas, images=self.images)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         stop = request.generation.stop
         request.generation.stop = []  # the null engine does not support it; scripted completions end there anyway
         response = await super().agenerate(request)
         request.generation.stop = stop
+        self.requests.append(request)
         self.responses.append(response)
         return response
 
@@ -65,7 +70,7 @@ async def served(
     **options: Any,
 ) -> AsyncIterator[Session]:
     """Open a session at an endpoint in front of an engine; close both at exit."""
-    endpoint = HttpRolloutEndpoint(engine.tokenizer, config, **options)
+    endpoint = HttpRolloutEndpoint(engine.processor, config, **options)
     try:
         yield await endpoint.open(engine, generation or GenerationConfig(max_new_tokens=512), max_length)
     finally:

@@ -24,7 +24,7 @@ from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import ModelResponse, StopReason
 from rl_contracts.errors import DataError
 from rl_contracts.testing.chat_formats import CHAT_FORMATS, format_completion, make_chat_tokenizer
-from rl_workflows.agents.conversation import Conversation, Prompt, Turn, token_ids_until
+from rl_workflows.agents.conversation import Conversation, Prompt, Turn, branch_messages, token_ids_until
 from rl_workflows.agents.message_parsing import MessageParser
 
 ADD = {
@@ -570,3 +570,14 @@ def test_prompt_invalid_utf8_raises() -> None:
         conversation.prompt([{"role": "user", "content": "half \ud83d"}])
     with pytest.raises(DataError, match="UTF-8"):
         conversation.completion("half \ud83d")
+
+
+def test_branch_messages_with_images_have_no_image_data() -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"type": "text", "text": "?"}]
+    one = np.ones(1, dtype=np.int64)
+    message = {"role": "assistant", "content": "red"}
+    turn = Turn(None, one, one, -one, one, message, 1.0, False, [{"role": "user", "content": content}])
+
+    question, _ = branch_messages([turn])
+
+    assert question == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}

@@ -456,7 +456,7 @@ async def test_endpoint_on_all_addresses_has_reachable_url() -> None:
 
 async def test_tools_of_unknown_format_or_not_rendered_are_rejected() -> None:
     engine = ScriptedEngine("llama3", fixed_message)
-    engine.tokenizer = make_tiny_tokenizer()
+    engine.processor = make_tiny_tokenizer()
     async with served(engine) as session, aiohttp.ClientSession() as http:
         status, text = await Agent(session, http).chat(tools=BODIES["/v1/chat/completions"]["tools"])
         assert status == 400

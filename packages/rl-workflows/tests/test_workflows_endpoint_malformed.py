@@ -148,12 +148,12 @@ def requests(draw: st.DrawFn, key: str) -> RawRequest:
 
 
 class Endpoint:
-    """Separate process with an endpoint."""
+    """Separate process with an endpoint. `options` are further arguments of `endpoint_process.py`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.log, connection_file = folder / "log", folder / "connection"
         script = Path(__file__).with_name("endpoint_process.py")
-        self.process = fork_script(script, [str(connection_file)], self.log)
+        self.process = fork_script(script, [str(connection_file), *options], self.log)
         asyncio.run(until(connection_file.exists, 120))
         url, self.key = connection_file.read_text().split("\n")
         self.address = urlsplit(url).hostname, urlsplit(url).port

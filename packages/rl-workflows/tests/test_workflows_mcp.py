@@ -7,16 +7,20 @@ import sys
 
 import pytest
 
+from rl_contracts.chat.image_messages import images_in
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, TaskEnvironmentError
+from rl_contracts.images import read_image
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
+from rl_contracts.testing.image_files import unusual_image_files
 from rl_workflows import ToolWorkflow
 from rl_workflows.agents.mcp import McpServer
 
+PNG = unusual_image_files()["plain"]
 SERVER = """
 import os, time
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("weather")
@@ -33,6 +37,11 @@ def pid() -> int:
     '''The id of the server's process.'''
     return os.getpid()
 
+@server.tool()
+def radar() -> list[str | Image]:
+    '''A picture of the clouds.'''
+    return ["clouds: ", Image(data=bytes.fromhex(os.environ["PNG"]), format="png")]
+
 server.run(transport="stdio")
 """
 
@@ -40,7 +49,7 @@ server.run(transport="stdio")
 @pytest.fixture
 def server(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
-    server = McpServer([sys.executable, str(tmp_path / "server.py")], {"UNIT": "celsius"})
+    server = McpServer([sys.executable, str(tmp_path / "server.py")], {"UNIT": "celsius", "PNG": PNG.hex()})
     yield server
     server.close()
 
@@ -85,6 +94,16 @@ async def test_mcp_calls_run_concurrently_and_dead_server_raises(server):
 
     with pytest.raises(TaskEnvironmentError, match=r"server.py' closed the connection"):
         await asyncio.wait_for(tools["weather"].call(city="Oslo"), 30)
+
+
+@pytest.mark.slow
+async def test_mcp_image_is_a_content_part(server):
+    (tool,) = (tool for tool in server.tools if tool.name == "radar")
+
+    text, image = await tool.call()
+
+    assert text == {"type": "text", "text": "clouds: "}
+    assert images_in([{"role": "tool", "content": [text, image]}]) == (read_image(PNG),)
 
 
 @pytest.mark.parametrize("command", [["no-such-program"], [sys.executable, "-c", "raise SystemExit(3)"]])

@@ -13,7 +13,7 @@ from rl_contracts.runtime.metrics import collect, record
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig
 from rl_contracts.testing.chat_formats import make_chat_tokenizer
 from rl_contracts.testing.models import make_tiny_tokenizer
-from rl_workflows import RLVRWorkflow, Ticket
+from rl_workflows import RLVRWorkflow, Ticket, VisionRLVRWorkflow
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.groups import run_group
 
@@ -205,3 +205,7 @@ async def test_episode_final_text_follows_reasoning_opened_in_prompt(tokenizer, 
     await _workflow(thinking, reward).arun_episode(engine, EXAMPLE)
 
     assert received == [expected]
+
+
+def test_vision_rlvr_workflow_is_the_rlvr_workflow() -> None:
+    assert VisionRLVRWorkflow is RLVRWorkflow

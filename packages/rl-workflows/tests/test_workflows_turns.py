@@ -14,6 +14,7 @@ from rl_contracts.sandbox import confine
 from rl_contracts.sandbox.sandbox import Sandbox, SandboxLimits
 from rl_contracts.testing import NullInferenceEngine, NullInferenceEngineConfig, make_tiny_tokenizer
 from rl_contracts.testing.chat_formats import format_completion, make_chat_tokenizer
+from rl_contracts.testing.image_files import unusual_image_files
 from rl_workflows.agents.tools import FunctionTool, PythonTool
 from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
 
@@ -228,6 +229,18 @@ async def test_tools_invalid_utf8_is_rejected_or_replaced(handling):
     else:
         await workflow.arun_episode(engine, dict(EXAMPLE))
         assert "half an emoji: \ufffd" in prompts[1]
+
+
+async def test_tools_image_for_model_of_text_becomes_a_mark():
+    def look() -> list:
+        """Return a picture."""
+        return [{"type": "text", "text": "screen: "}, {"type": "image", "image": unusual_image_files()["plain"]}]
+
+    engine, tokenizer, prompts = scripted("llama3", {"calls": [{"name": "look", "arguments": {}}]}, "it is 5")
+
+    await ToolWorkflow(tokenizer, GENERATION, right, tools=[look]).arun_episode(engine, dict(EXAMPLE))
+
+    assert "screen: [image]" in prompts[1]
 
 
 async def test_tools_only_calls_end_after_maximum_turns():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_workflows.rollout.staleness import StalenessManager, Ticket
     from rl_workflows.workflows.environments import EnvironmentWorkflow, TextGame
     from rl_workflows.workflows.multi_turn import MultiTurnWorkflow, ToolWorkflow
-    from rl_workflows.workflows.rlvr import RLVRWorkflow
+    from rl_workflows.workflows.rlvr import RLVRWorkflow, VisionRLVRWorkflow
 
     __version__: str
 else:
@@ -38,6 +38,7 @@ else:
             "Ticket": "rollout.staleness",
             "ToolWorkflow": "workflows.multi_turn",
             "VerifiersAgent": "agents.verifiers",
+            "VisionRLVRWorkflow": "workflows.rlvr",
             "dynamic_sampling": "rollout.groups",
             "tune_garbage_collection": "rollout.runtime",
         },
@@ -59,6 +60,7 @@ __all__ = [
     "Ticket",
     "ToolWorkflow",
     "VerifiersAgent",
+    "VisionRLVRWorkflow",
     "dynamic_sampling",
     "tune_garbage_collection",
 ]

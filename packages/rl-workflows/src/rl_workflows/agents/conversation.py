@@ -24,6 +24,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.chat.image_messages import images_in, is_image_part, without_images
 from rl_contracts.errors import DataError
 from rl_contracts.reward import components_of
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rl_contracts.chat.rendering import ChatRenderer, Message
     from rl_contracts.data import ModelResponse
     from rl_contracts.endpoint import Credit, SequencesPer
+    from rl_contracts.images import Image
 
 _EMPTY_KEY = b""
 _NOT_COMPUTED = (0, b"")
@@ -73,6 +75,8 @@ class Turn:
     """Number of turns that continue this one."""
     tools: Sequence[Any] | None = None
     """Tools listed in the prompt, or None."""
+    images: tuple[Image, ...] = ()
+    """Images of the prompt, those of earlier turns included."""
     prompt_prefix: tuple[int, bytes] | None = None
     """Length and digest of the prompt's text, without the generation prompt. None if no call with messages can continue
     this turn."""
@@ -104,6 +108,8 @@ class Prompt:
     """Messages of the call, with the original message of each completion instead of the agent's copy."""
     tools: Sequence[Any] | None = None
     """Tools of the call, or None."""
+    images: tuple[Image, ...] = ()
+    """Images of the messages."""
     key: bytes = _EMPTY_KEY
     """Digest of the messages. For a prompt without messages: its text or tokens as bytes."""
 
@@ -136,12 +142,12 @@ class Conversation:
         """Return the prompt of a call. The call continues the latest completion that it can, or starts a new tree.
 
         Args:
-            messages: messages of the call, at least one.
+            messages: messages of the call, at least one. See `rl_contracts.chat.image_messages` for images.
             tools: tools to list in the prompt.
             max_characters: maximum number of characters of the rendered text. A longer text is not tokenized.
 
         Raises:
-            DataError: there are no messages, or the template rejects them.
+            DataError: there are no messages, the template rejects them, or an image does not fit the text.
             PromptTooLongError: the text has more than `max_characters` characters.
         """
         if not messages:
@@ -156,15 +162,40 @@ class Conversation:
         text = self.renderer.text(originals, tools)
         if len(text) > max_characters:
             raise PromptTooLongError(f"{len(text)} characters; at most {max_characters} are allowed")
+        images = images_in(originals)
         for turn in reversed(candidates):
             end = self._completion_end(turn, text)
             if end is None:
                 continue
-            added = self.renderer.text_after_completion(turn.output[-1:].tolist(), text[end:])
+            added = self._added_ids(turn, text, end, images)
             if added is not None:
-                return Prompt([*token_ids_until(turn), *added], len(added), turn, text, originals, tools, key)
-        ids = self.renderer.encode(text)
-        return Prompt(ids, len(ids), None, text, originals, tools, key)
+                return Prompt([*token_ids_until(turn), *added], len(added), turn, text, originals, tools, images, key)
+        ids = self._encode(text, images)
+        return Prompt(ids, len(ids), None, text, originals, tools, images, key)
+
+    def _encode(self, text: str, images: Sequence[Image]) -> list[int]:
+        ids = self.renderer.encode(text, images=images)
+        if not images:
+            self.renderer.reject_placeholders(ids)
+        return ids
+
+    def _added_ids(self, turn: Turn, text: str, end: int, images: tuple[Image, ...]) -> list[int] | None:
+        """Return the ids after a turn's completion, which ends at a position of the rendered conversation `text`.
+
+        Return None if the text there does not end the turn, or the processor writes other placeholders for the images
+        of earlier turns now that there are more images.
+        """
+        new_images = images[len(turn.images) :]
+        added = self.renderer.text_after_completion(turn.output[-1:].tolist(), text[end:], new_images)
+        if added is None or not new_images:
+            self.renderer.reject_placeholders(added or ())
+            return added
+        if turn.images:
+            count = self.renderer.count_placeholders
+            earlier = sum(count(each.prompt.tolist()) for each in turn.path())
+            if earlier + count(added) != count(self._encode(text, images)):
+                return None
+        return added
 
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Return the prompt of a call without messages.
@@ -177,7 +208,7 @@ class Conversation:
             prompt: text or tokens of the prompt.
 
         Raises:
-            DataError: the text is not UTF-8.
+            DataError: the text is not UTF-8, or the prompt has a placeholder of an image.
         """
         import numpy as np
 
@@ -199,6 +230,7 @@ class Conversation:
             added = self.renderer.encode(rest.decode(), begins=parent is None)
         else:
             added = np.frombuffer(rest, np.int64).tolist()
+        self.renderer.reject_placeholders(added)
         return Prompt([*(token_ids_until(parent) if parent else ()), *added], len(added), parent, key=content)
 
     def add(
@@ -215,7 +247,8 @@ class Conversation:
             learn: whether the completion was sampled from the policy without constraints such as a schema.
 
         Raises:
-            DataError: the response belongs to another prompt, has no tokens, or lacks log-probs or versions.
+            DataError: the response belongs to another prompt, has no tokens, lacks log-probs or versions, or has a
+                placeholder of an image.
         """
         import numpy as np
 
@@ -226,6 +259,7 @@ class Conversation:
                 f"prompt of {len(prompt.ids)} tokens; found {count} tokens, {len(response.logprobs)} log-probs and "
                 f"{len(response.versions)} versions for a prompt of {len(response.input_ids)} tokens."
             )
+        self.renderer.reject_placeholders(response.output_ids)
         turn = Turn(
             prompt.parent,
             np.asarray(prompt.ids[len(prompt.ids) - prompt.added :], dtype=np.int64),
@@ -238,6 +272,7 @@ class Conversation:
             prompt.new_messages,
             is_trained=learn,
             tools=prompt.tools,
+            images=prompt.images,
         )
         if turn.parent is not None:
             turn.parent.children += 1
@@ -419,18 +454,27 @@ def _trajectory(path: list[Turn], trained: set[Turn], reward: float, returns: Ma
         truncated=path[-1].truncated,
         token_rewards=rewards if returns else None,
         info={"turns": len(path), "conversation": branch_messages(path)},
+        images=path[-1].images,
     )
 
 
 def branch_messages(path: list[Turn]) -> list[dict[str, Any]]:
-    """Return the messages of a branch for display; each completion has its reward, token count and versions."""
+    """Return the messages of a branch for display, without the data of images.
+
+    Each completion has its reward, token count and versions.
+    """
     messages: list[dict[str, Any]] = []
     for turn in path:
         first, last = int(turn.versions.min()), int(turn.versions.max())
         turn_info = {"reward": turn.reward, "tokens": len(turn.output), "version_first": first, "version_last": last}
         turn_info |= {} if turn.is_trained else {"learned": False}
-        messages += [*map(dict, turn.new_messages), {**turn.message, **turn_info}]
+        messages += [*map(without_images, turn.new_messages), {**turn.message, **turn_info}]
     return messages
+
+
+def text_with_image_marks(parts: Sequence[Any]) -> str:
+    """Return the text of content parts, with `[image]` for each image."""
+    return "".join("[image]" if is_image_part(part) else part["text"] for part in parts)
 
 
 def _digest(text: str) -> bytes:

@@ -47,8 +47,8 @@ class McpServer:
                 f"{type(error).__name__}: {error}. Its stdout must carry only the protocol; write logs to stderr."
             ) from error
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """Return the text that a tool returns.
+    async def call(self, tool: str, arguments: dict[str, Any]) -> str | list[Any]:
+        """Return the text that a tool returns, or a list of content parts if it has images.
 
         Raises:
             RuntimeError: the tool failed. The model gets the message as the result of the call.
@@ -63,10 +63,11 @@ class McpServer:
                 f"the MCP server {self.name!r} closed the connection; its stderr is in the log of this process."
             ) from error
         result = _as_dict(response)
-        text = "\n".join(block.get("text", f"[{block['type']}]") for block in result["content"])
+        blocks = result["content"]
+        text = "\n".join(block.get("text", f"[{block['type']}]") for block in blocks)
         if result["isError"]:
             raise RuntimeError(text)
-        return text
+        return [*map(_part, blocks)] if any(block["type"] == "image" for block in blocks) else text
 
     def close(self) -> None:
         """Stop the server."""
@@ -102,8 +103,15 @@ class McpTool(Tool):
         }
         self.schema = {"type": "function", "function": function}
 
-    async def call(self, **arguments: Any) -> str:
+    async def call(self, **arguments: Any) -> str | list[Any]:
         return await self._server.call(self.name, arguments)
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block of a result as a content part."""
+    if block["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": f"data:{block['mimeType']};base64,{block['data']}"}}
+    return {"type": "text", "text": block.get("text", f"[{block['type']}]")}
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

@@ -175,6 +175,8 @@ class EpisodeEngine(InferenceEngine):
             request_id=request.request_id or f"{group}-{context.sample}-{call}",
             seed=seed,
             group=request.group or group,
+            schema=request.schema,
+            images=request.images,
         )
         previous_stage = context.stage
         context.enter("generation")

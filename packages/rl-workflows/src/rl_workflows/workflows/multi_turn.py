@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.chat.image_messages import has_images, image_source, is_image_part, with_read_images
 from rl_contracts.chat.rendering import replace_invalid_text
 from rl_contracts.config import require
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RLError
 from rl_contracts.runtime.metrics import record
-from rl_workflows.agents.conversation import Conversation, Turn
+from rl_workflows.agents.conversation import Conversation, Turn, text_with_image_marks
 from rl_workflows.agents.message_parsing import MessageParser
 from rl_workflows.agents.tools import Tool, load_tools
 from rl_workflows.rollout.episode import stage
@@ -64,7 +66,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Run one conversation. Never returns None."""
-        conversation, messages = Conversation(self._renderer), self._messages(data, data.get("tools"))
+        conversation, messages = Conversation(self._renderer), await self._messages(data, data.get("tools"))
         reward = 0.0
         while len(conversation.turns) < self._turns:
             turn = await self._sample_turn(engine, conversation, messages, data.get("tools"))
@@ -77,11 +79,12 @@ class MultiTurnWorkflow(RLVRWorkflow):
         record("conversation/turns", len(conversation.turns))
         return self._trajectories(conversation, reward * self._discount ** (len(conversation.turns) - 1), data)
 
-    def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
+    async def _messages(self, data: dict[str, Any], tools: Sequence[Any] | None) -> list[Any]:
         if not data.get("messages"):
             raise DataError(f"example: expected `messages`, a list of chat messages, found the keys {sorted(data)}.")
-        self._require_rendered(data["messages"], tools, data)
-        return list(data["messages"])
+        messages = data["messages"]
+        self._require_rendered(messages, tools, data)
+        return await asyncio.to_thread(with_read_images, messages) if has_images(messages) else list(messages)
 
     def _with_valid_text(self, messages: list[Any]) -> list[Any]:
         """Return messages of tools or an environment, with invalid UTF-8 replaced if `invalid_text` is `replace`."""
@@ -91,10 +94,12 @@ class MultiTurnWorkflow(RLVRWorkflow):
         self, engine: InferenceEngine, conversation: Conversation, messages: Sequence[Any], tools: Any = None
     ) -> Turn | None:
         """Sample the next completion. After the first one, return None if `max_length` leaves no room for another."""
-        prompt = conversation.prompt(messages, tools)
+        build = partial(conversation.prompt, messages, tools)
+        # in a thread, because the processor needs milliseconds per image
+        prompt = await asyncio.to_thread(build) if has_images(messages) else build()
         if conversation.turns and self.max_length is not None and len(prompt.ids) >= self.max_length:
             return None
-        response = await engine.agenerate(ModelRequest(prompt.ids, self.generation))
+        response = await engine.agenerate(ModelRequest(prompt.ids, self.generation, images=prompt.images))
         opening = self._renderer.generation_prompt
         message = self._parser.message(prompt.ids, opening, response.output_ids, tools, self.generation.stop)
         return conversation.add(prompt, response, message, self.generation.temperature)
@@ -106,7 +111,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         ids += last.prompt.tolist()
         with stage("reward"):
             content, output = last.message["content"], last.output.tolist()
-            return await self._score(self._tokenizer.decode(ids), content, ids, output, data)
+            return await self._score(self._renderer.decode(ids), content, ids, output, data)
 
     def _trajectories(
         self, conversation: Conversation, reward: float, data: dict[str, Any], **options: Any
@@ -115,7 +120,7 @@ class MultiTurnWorkflow(RLVRWorkflow):
         for trajectory in trajectories:
             first = int((trajectory.versions >= 0).argmax())
             segments = {"prompt": trajectory.input_ids[:first], "completion": trajectory.input_ids[first:]}
-            trajectory.info |= {name: self._tokenizer.decode(ids) for name, ids in segments.items()}
+            trajectory.info |= {name: self._renderer.decode(ids.tolist()) for name, ids in segments.items()}
             trajectory.info["answer"] = data.get("answer")
         return trajectories
 
@@ -123,7 +128,9 @@ class MultiTurnWorkflow(RLVRWorkflow):
 class ToolWorkflow(MultiTurnWorkflow):
     """Workflow in which the model calls tools until it writes a completion without a call, or `turns` is reached.
 
-    The result or error of each call is added to the conversation. The episode gets the reward of the last completion.
+    The result or error of each call is added to the conversation. A result may be a list of content parts with images
+    (see `rl_contracts.chat.image_messages`); a model that reads no images gets the text `[image]` for each. The episode
+    gets the reward of the last completion.
 
     Args:
         tokenizer, generation, reward, max_length, template_options, form: see `MultiTurnWorkflow`.
@@ -163,7 +170,7 @@ class ToolWorkflow(MultiTurnWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         """Run one conversation. Never returns None."""
-        conversation, messages = Conversation(self._renderer), self._messages(data, self._schemas)
+        conversation, messages = Conversation(self._renderer), await self._messages(data, self._schemas)
         if data.get("tools") not in (None, [], self._schemas):
             raise DataError(
                 f"example: expected no `tools` besides the workflow's {', '.join(self._tools)}, found other tools; add "
@@ -191,7 +198,7 @@ class ToolWorkflow(MultiTurnWorkflow):
         record("conversation/turns", len(conversation.turns))
         return self._trajectories(conversation, await self._score_conversation(messages, last, data), data)
 
-    async def _call_tool(self, function: dict[str, Any]) -> str:
+    async def _call_tool(self, function: dict[str, Any]) -> str | list[Any]:
         """Return the result of a call, or an error message for the model."""
         name, tool = function["name"], self._tools.get(function["name"])
         if tool is None:
@@ -199,10 +206,37 @@ class ToolWorkflow(MultiTurnWorkflow):
         try:
             async with asyncio.timeout(self._tool_seconds):
                 result = await tool.call(**function["arguments"])
-            return result if isinstance(result, str) else json.dumps(result)
+            if isinstance(result, str):
+                return result
+            if not _has_image_parts(result):
+                return json.dumps(result)
+            parts = await asyncio.to_thread(_read_parts, result)
+            return parts if self._renderer.reads_images else text_with_image_marks(parts)
         except TimeoutError:
             return f"error: {name} took longer than {self._tool_seconds:g} s."
+        except DataError as error:  # a broken image
+            return f"error: {name}: {error}"
         except RLError:
             raise
         except Exception as error:  # noqa: BLE001 - any error of a tool becomes its result
             return f"error: {type(error).__name__}: {error}"
+
+
+def _has_image_parts(result: Any) -> bool:
+    return isinstance(result, list) and any(map(is_image_part, result))
+
+
+def _read_parts(parts: list[Any]) -> list[Any]:
+    """Return the content of a tool message with its images read.
+
+    Raises:
+        DataError: a part is not a text or a readable image. A path is rejected, because the tool's text may come from
+            the model.
+    """
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        source = image_source(part) if is_image_part(part) else None
+        if not is_text and (source is None or (isinstance(source, str) and not source.startswith("data:"))):
+            raise DataError(f"expected text parts, or images as data URLs or objects, found {part!r:.60}")
+    (message,) = with_read_images([{"role": "tool", "content": parts}])
+    return list(message["content"])

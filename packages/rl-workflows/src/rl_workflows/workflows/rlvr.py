@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.chat.image_messages import has_images, images_in, with_read_images
+from rl_contracts.chat.rendering import ChatRenderer, tokenizer_of
 from rl_contracts.data import ModelRequest
 from rl_contracts.errors import ConfigError, DataError, RewardError, RLError
 from rl_contracts.reward import RESERVED_KEYS, CompositeReward, is_valid_reward, takes_final_text
@@ -18,17 +21,18 @@ from rl_workflows.rollout.episode import group_cache, stage
 if TYPE_CHECKING:
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.config import GenerationConfig
+    from rl_contracts.images import Image
     from rl_contracts.inference import InferenceEngine
 
 
 class RLVRWorkflow(RolloutWorkflow):
     """Workflow that renders the messages of an example, samples one completion, and computes its reward.
 
-    An example has `messages` (the conversation before the completion), optionally `tools` to list in the prompt, and
-    arguments of the reward function, such as `answer`.
+    An example has `messages` (the conversation before the completion, see `rl_contracts.chat.image_messages` for
+    images), optionally `tools` to list in the prompt, and arguments of the reward function, such as `answer`.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
+        tokenizer: a Hugging Face tokenizer with a chat template, or the processor of a vision-language model.
         generation: sampling settings; the stop ids of the template are added.
         reward: an `rl_contracts.reward.RewardFunction`, plain or async. A plain function runs on the event loop of all
             episodes and must be fast. Wrap a slow one in `rl_contracts.reward_worker.AsyncRewardWrapper`.
@@ -47,10 +51,10 @@ class RLVRWorkflow(RolloutWorkflow):
     ) -> None:
         if not callable(reward):
             raise ConfigError(f"workflow.reward: expected a function, found {type(reward).__name__}.")
-        self._tokenizer, self._reward, self.max_length = tokenizer, reward, max_length
+        self._tokenizer, self._reward, self.max_length = tokenizer_of(tokenizer), reward, max_length
         self._reads_final_text = takes_final_text(reward)
         self._renderer = ChatRenderer(tokenizer, template_options)
-        self._parser = MessageParser(tokenizer, stop_ids=self._renderer.stop_ids)
+        self._parser = MessageParser(self._tokenizer, stop_ids=self._renderer.stop_ids)
         stops = dict.fromkeys([*generation.stop_token_ids, *self._renderer.stop_ids])
         self.generation = replace(generation, stop_token_ids=list(stops))
 
@@ -58,16 +62,20 @@ class RLVRWorkflow(RolloutWorkflow):
         """Sample one completion. Never returns None."""
         from rl_contracts.batch.trajectory import from_response
 
-        prompt, prompt_ids = self._prompt(data)
-        response = await engine.agenerate(ModelRequest(input_ids=prompt_ids, generation=self.generation))
+        prompt, prompt_ids, images = await self._prompt(data)
+        request = ModelRequest(input_ids=prompt_ids, generation=self.generation, images=images)
+        response = await engine.agenerate(request)
+        self._renderer.reject_placeholders(response.output_ids)
         completion = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
         with stage("reward"):
             reward = await self._score(prompt, completion, prompt_ids, response.output_ids, data)
         info = {"prompt": prompt, "completion": completion, "answer": data.get("answer")}
-        return [from_response(response, reward=reward, temperature=self.generation.temperature, info=info)]
+        trajectory = from_response(response, reward=reward, temperature=self.generation.temperature, info=info)
+        trajectory.images = images
+        return [trajectory]
 
-    def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int]]:
-        """Return text and ids of the prompt, which is rendered once per group."""
+    async def _prompt(self, data: dict[str, Any]) -> tuple[str, list[int], tuple[Image, ...]]:
+        """Return text, ids and images of the prompt, which is rendered once per group."""
         cache = group_cache()
         if "rlvr_prompt" not in cache:
             if not data.get("messages"):
@@ -76,10 +84,18 @@ class RLVRWorkflow(RolloutWorkflow):
                 )
             messages, tools = data["messages"], data.get("tools")
             self._require_rendered(messages, tools, data)
-            ids = self._renderer.render(messages, tools)
-            cache["rlvr_prompt"] = (self._tokenizer.decode(ids), ids)
-        text, ids = cache["rlvr_prompt"]
-        return text, ids
+            render = partial(self._render, messages, tools)
+            # in a thread, because the processor needs milliseconds per image
+            prompt = asyncio.ensure_future(asyncio.to_thread(render)) if has_images(messages) else render()
+            cache["rlvr_prompt"] = prompt
+        prompt = cache["rlvr_prompt"]
+        text, ids, images = await asyncio.shield(prompt) if isinstance(prompt, asyncio.Future) else prompt
+        return text, ids, images
+
+    def _render(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> tuple[str, list[int], tuple[Image, ...]]:
+        messages = with_read_images(messages)
+        ids = self._renderer.render(messages, tools)
+        return self._renderer.decode(ids), ids, images_in(messages)
 
     def _require_rendered(self, messages: Sequence[Any], tools: Sequence[Any] | None, data: dict[str, Any]) -> None:
         """Raise if the chat template omits a part of the prompt. Checked once per group."""
@@ -113,3 +129,7 @@ class RLVRWorkflow(RolloutWorkflow):
         if not isinstance(value, int | float) or not is_valid_reward(value):
             raise RewardError(f"the reward function returned {value!r:.200}; expected a finite number in float32.")
         return value if isinstance(value, CompositeReward) else float(value)
+
+
+VisionRLVRWorkflow = RLVRWorkflow
+"""The same workflow under the name that other libraries use for prompts with images."""

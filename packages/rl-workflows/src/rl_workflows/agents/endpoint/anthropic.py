@@ -137,38 +137,34 @@ def _template_messages(message: request_parsing.JsonObject, where: str) -> list[
         else request_parsing.require_objects(content, where)
     )
     messages: list[request_parsing.JsonObject] = []
-    texts: list[request_parsing.JsonObject] = []
+    parts: list[request_parsing.JsonObject] = []
     calls, reasoning = [], ""
     for block in blocks:
         kind = block.get("type")
-        if kind == "text":
-            texts.append(block)
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts.append(block)
         elif kind == "thinking" and role == "assistant":
             reasoning += request_parsing.text_of(block.get("thinking"), where)
         elif kind == "tool_use" and role == "assistant":
             calls.append((block.get("id", ""), block.get("name", ""), block.get("input")))
         elif kind == "tool_result" and role == "user":
-            result = block.get("content")
-            result_text = (
-                result if result is None or isinstance(result, str) else request_parsing.text_of(result, where)
-            )
             messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": request_parsing.required_text(block.get("tool_use_id"), where),
-                    "content": result_text or "",
+                    "content": request_parsing.content_of(block.get("content"), where),
                 }
             )
         else:
             raise CallError(
                 f"{where}: this endpoint does not support blocks of type {kind!r:.80} in {role} messages; expected "
-                "text or tool_result from the user, and text, thinking or tool_use from the assistant."
+                "text, image or tool_result from the user, and text, thinking or tool_use from the assistant."
             )
-    text = request_parsing.text_of(texts, where)
     if role == "assistant":
-        return [request_parsing.assistant(text, reasoning, calls, where)]
-    if text or not messages:
-        messages.append({"role": "user", "content": text})
+        return [request_parsing.assistant(request_parsing.text_of(parts, where), reasoning, calls, where)]
+    content = request_parsing.content_of(parts, where)
+    if content or not messages:
+        messages.append({"role": "user", "content": content})
     return messages
 
 

@@ -239,15 +239,18 @@ def _tool(tool: request_parsing.JsonObject) -> request_parsing.JsonObject:
 
 def _template_message(message: request_parsing.JsonObject, where: str) -> request_parsing.JsonObject:
     """Convert one message to the form that chat templates expect."""
-    role, text = message.get("role"), request_parsing.text_of(message.get("content"), where)
-    if role in ("system", "developer", "user"):
-        return {"role": "user" if role == "user" else "system", "content": text}
+    role, content = message.get("role"), message.get("content")
+    if role == "user":
+        return {"role": "user", "content": request_parsing.content_of(content, where)}
     if role == "tool":
         return {
             "role": "tool",
             "tool_call_id": request_parsing.required_text(message.get("tool_call_id"), where),
-            "content": text,
+            "content": request_parsing.content_of(content, where),
         }
+    text = request_parsing.text_of(content, where)
+    if role in ("system", "developer"):
+        return {"role": "system", "content": text}
     request_parsing.reject_if(
         role != "assistant",
         where,

@@ -117,6 +117,43 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts)
 
 
+def content_of(content: Any, where: str) -> str | list[JsonObject]:
+    """Return the content of a user or tool message: a text, or a list of text and image parts if it has images.
+
+    An image is a part `image_url` (Chat Completions), `input_image` (Responses) or `image` (Messages).
+
+    Raises:
+        CallError: the content is of another type, a part is neither text nor an image, or an image is no data URL.
+    """
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return text_of(content, where)
+    return [
+        image_part(part, where) if _is_image(part) else {"type": "text", "text": text_of([part], where)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+
+
+def image_part(part: JsonObject, where: str) -> JsonObject:
+    """Return an image in the form that `rl_contracts.chat.image_messages` reads. It is not decoded yet.
+
+    Raises:
+        CallError: the image is no data URL in base64. This endpoint downloads nothing and opens no file.
+    """
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if part["type"] == "image":
+        source = part.get("source")
+        is_data = isinstance(source, dict) and source.get("type") == "base64"
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}" if is_data else source  # type: ignore[union-attr]
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise CallError(f"{where}: expected base64 data in the part of type {part['type']!r}, found {url!r:.40}.")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def assistant(text: str, reasoning: str, calls: Sequence[tuple[str, str, Any]], where: str) -> JsonObject:
     """Return the message of an earlier completion in the form that chat templates expect.
 

@@ -178,9 +178,8 @@ def _template_messages(items: list[request_parsing.JsonObject]) -> list[request_
             messages.append(request_parsing.assistant(**assistant))
             assistant = None
         if kind == "message":
-            text = request_parsing.text_of(item.get("content"), where)
             if assistant is not None:
-                assistant["text"] += text
+                assistant["text"] += request_parsing.text_of(item.get("content"), where)
                 continue
             is_supported = role in ("user", "system", "developer")
             request_parsing.reject_if(
@@ -188,9 +187,11 @@ def _template_messages(items: list[request_parsing.JsonObject]) -> list[request_
                 where,
                 f"expected the role user, system, developer or assistant, found {role!r:.80}.",
             )
-            messages.append({"role": "user" if role == "user" else "system", "content": text})
+            content_of = request_parsing.content_of if role == "user" else request_parsing.text_of
+            content = content_of(item.get("content"), where)
+            messages.append({"role": "user" if role == "user" else "system", "content": content})
         elif kind == "function_call_output":
-            output = request_parsing.text_of(item.get("output"), where)
+            output = request_parsing.content_of(item.get("output"), where)
             messages.append(
                 {
                     "role": "tool",

@@ -17,10 +17,11 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rl_contracts.chat.rendering import ChatRenderer, replace_invalid_text
+from rl_contracts.chat.rendering import ChatRenderer, replace_invalid_text, tokenizer_of
 from rl_contracts.config import GenerationConfig
 from rl_contracts.endpoint import RolloutEndpoint
 from rl_contracts.errors import AgentError, ConfigError, InferenceError, RLError
+from rl_contracts.images import MAX_BYTES
 from rl_contracts.inference import InferenceEngine
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.http_connections import Connections
@@ -46,6 +47,8 @@ IDLE_SECONDS = 5.0
 """Seconds between the comments that keep a stream open while its completion is generated."""
 MAX_BODY_BYTES = 1 << 23
 """Maximum size of a request body in bytes, more than a prompt of a million tokens."""
+MAX_IMAGE_BYTES = 2 * MAX_BYTES
+"""Maximum size of the images of a request in base64, in addition to `MAX_BODY_BYTES`: enough for the largest one."""
 MAX_METRICS = 64
 """Maximum number of metric names per episode."""
 MAX_SESSIONS = 1 << 16
@@ -71,7 +74,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     """HTTP endpoint that runs in a separate thread, from its construction until `destroy`.
 
     Args:
-        tokenizer: tokenizer of the model, with a chat template.
+        tokenizer: tokenizer of the model with a chat template, or the processor of a vision-language model.
         config: settings of the endpoint; the defaults if None.
         template_options: further variables of the chat template.
         invalid_text: handling of requests whose text is not UTF-8: `reject` or `replace`.
@@ -90,12 +93,14 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     ) -> None:
         self.config, self._invalid_text = config or EndpointConfig(), invalid_text
         renderer = ChatRenderer(tokenizer, template_options)
+        tokenizer = tokenizer_of(tokenizer)
         reader = MessageParser(tokenizer, self.config.tool_calls, renderer.stop_ids)
         self._model = Model(tokenizer, renderer, reader, self.config)
         self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
         self._watch_task: asyncio.Task[None] | None = None
         self._destroyed = False
-        app = web.Application(middlewares=[self._convert_errors], client_max_size=MAX_BODY_BYTES)
+        body_bytes = MAX_BODY_BYTES + (MAX_IMAGE_BYTES if renderer.reads_images else 0)
+        app = web.Application(middlewares=[self._convert_errors], client_max_size=body_bytes)
         app.add_routes([web.post(path, self._handle_call) for path in ROUTES])
         app.add_routes([web.post(path, self._handle_count) for path in COUNT_PATHS])
         app.add_routes([web.post("/v1/rewards", self._handle_reward)])

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rl_contracts.chat.image_messages import has_images, with_read_images
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.endpoint import EpisodeReport, RolloutSession, SequencesPer
 from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
+from rl_contracts.images import Image
 from rl_workflows.agents.conversation import Conversation, Prompt, PromptTooLongError, Turn
 
 if TYPE_CHECKING:
@@ -29,9 +31,9 @@ MAX_TOKENS = 1 << 20
 """Maximum number of tokens of a session: prompts and completions of all branches, shared tokens counted once. It bounds
 the memory of an agent in an endless loop."""
 MAX_MEMORY = 1 << 27
-"""Maximum memory in bytes for the messages and tools of a session: hundreds of times the text of a long session.
-Repeated messages count once, except in stored responses (`store`). Tools count only if they differ from the tools of
-the last call."""
+"""Maximum memory in bytes for the messages, images and tools of a session: hundreds of times the text of a long
+session. Repeated messages count once, except in stored responses (`store`). Tools count only if they differ from the
+tools of the last call."""
 RENDERED_CHARACTERS = 1 << 16
 """Requests with at most this number of characters are always rendered. A template may omit parts of tools and messages,
 so such a request may fit although its text seems too long."""
@@ -220,12 +222,12 @@ class Session(RolloutSession):
             raise AgentError("the session is still open; call `close` before `trajectories`.")
         config = self.model.config
         sequences = self.conversation.trajectories(reward, per, config.credit, config.discount)  # type: ignore[arg-type]
-        decode = self.model.tokenizer.decode
+        decode = self.model.renderer.decode
         for sequence in sequences:
             start = int(sequence.loss_mask.argmax()) if per == "call" else int((sequence.versions >= 0).argmax())
             sequence.info |= {
-                "prompt": decode(sequence.input_ids[:start]),
-                "completion": decode(sequence.input_ids[start:]),
+                "prompt": decode(sequence.input_ids[:start].tolist()),
+                "completion": decode(sequence.input_ids[start:].tolist()),
             }
         return sequences
 
@@ -265,8 +267,9 @@ class Session(RolloutSession):
             received_call: the call as received, without the messages of a stored conversation.
 
         Raises:
-            CallError: see `with_history` and `prompt`.
+            CallError: an image cannot be read; see also `with_history` and `prompt`.
         """
+        received_call = replace(received_call, messages=self._read_images(received_call.messages))
         call = self.with_history(received_call)
         has_same_tools = call.tools == self._last_tools
         call = replace(call, tools=self._last_tools) if has_same_tools else call
@@ -275,7 +278,17 @@ class Session(RolloutSession):
             received_call.messages if call.store else prompt.new_messages,
             None if has_same_tools else call.tools,
         ]
-        return Prepared(call, prompt, sum(map(sys.getsizeof, _walk(retained))))
+        return Prepared(call, prompt, sum(map(_size, _walk(retained))))
+
+    def _read_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not has_images(messages):
+            return messages
+        if not self.model.renderer.reads_images:
+            raise CallError("messages: expected text only, found images; this model reads no images.")
+        try:
+            return with_read_images(messages)
+        except DataError as error:
+            raise CallError(str(error)) from error
 
     def prompt(self, call: Call) -> Prompt:
         """Return the prompt of a call and its place in the conversation.
@@ -341,7 +354,8 @@ class Session(RolloutSession):
 
         Raises:
             CallError: the call was rejected, the session was closed, or the servers cannot use the schema.
-            RLError: the engine failed; the error is also the session's `failure`.
+            RLError: the engine failed, or the completion cannot be trained on; the error is also the session's
+                `failure`.
         """
         call, prompt = prepared.call, prepared.prompt
         if self.closed:  # while the body arrived
@@ -351,6 +365,8 @@ class Session(RolloutSession):
                 "response_format (Responses API: text.format): expected text; the servers of this run cannot constrain "
                 "completions to a format. vLLM and SGLang can."
             )
+        if prompt.images and not self.engine.capabilities.images:
+            raise CallError("messages: expected text only, found images; the servers of this run read no images.")
         self.admit(prompt.added, call.n, prepared.memory)
         task = asyncio.ensure_future(self._generate(call, prompt))
         self._running.add(task)
@@ -371,7 +387,13 @@ class Session(RolloutSession):
         completions = []
         for response in responses:
             message, stop = self._parse(call, prompt, response)
-            turn = self.conversation.add(prompt, response, message, self.generation.temperature, call.schema is None)
+            try:
+                turn = self.conversation.add(
+                    prompt, response, message, self.generation.temperature, call.schema is None
+                )
+            except DataError as error:  # a placeholder of an image was sampled, so the episode cannot be trained on
+                self._failure = self._failure or error
+                raise
             self._tokens += len(turn.prompt) + len(turn.output)
             completions.append(GeneratedMessage(message, response, stop, turn))
         return completions
@@ -415,7 +437,7 @@ class Session(RolloutSession):
             min_new_tokens=min(max_new_tokens, self.generation.min_new_tokens),
             stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
         )
-        request = ModelRequest(prompt.ids, generation, schema=call.schema)
+        request = ModelRequest(prompt.ids, generation, schema=call.schema, images=prompt.images)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._generate_one(request)) for _ in range(call.n)]
@@ -465,6 +487,11 @@ def _walk(value: Any) -> Iterator[Any]:
             pending += value.values()
         elif isinstance(value, list | tuple):
             pending += value
+
+
+def _size(value: Any) -> int:
+    """Return the size of a value in bytes, without the values that it contains."""
+    return len(value.data) if isinstance(value, Image) else sys.getsizeof(value)
 
 
 def _first_error(errors: BaseExceptionGroup) -> RLError:

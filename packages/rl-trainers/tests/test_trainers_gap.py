@@ -15,11 +15,14 @@ import pytest
 import torch
 from policy_toys import on_ranks
 
+from rl_contracts.batch.image_entries import set_images
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.redistribution import shard_batch
+from rl_contracts.batch.trajectory import lengths, select
 from rl_contracts.config import OptimizerConfig
-from rl_contracts.data import FinetuneSpec, WeightReceipt
+from rl_contracts.data import FinetuneSpec, ModelResponse, StopReason, WeightReceipt
 from rl_contracts.errors import InferenceError, WeightUpdateError
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.testing import ReferenceTrainEngine
@@ -255,6 +258,49 @@ def test_gate_samples_sequences_of_as_many_groups_as_possible(engine, loop):
     gate, batch = _gate(fleet, loop, sequences=4), _batch(size=16)
     gate.before_update(batch)
     assert sorted(gate._scores._comparison.sequences["group_ids"].tolist()) == [0, 1, 2, 3]
+
+
+class ImageFleet(Fleet):
+    """Servers that generate the tokens 7 and 8, and record the images of requests and the scored sequences."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.images, self.scored = [], []
+
+    async def score(self, input_ids, temperature=1.0, server=None):
+        self.scored.append(input_ids)
+        return await super().score(input_ids, temperature, server)
+
+    async def agenerate(self, request):
+        self.images.append(request.images)
+        return ModelResponse(request.input_ids, [7, 8], [-1.0, -1.0], [self.engine.version] * 2, StopReason.STOP)
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_gate_servers_score_only_sequences_without_images(engine, loop, count):
+    fleet, batch, picture = ImageFleet(engine), _exact_batch(engine), Image(b"image", 1, 1)
+    gate = _gate(fleet, loop, sequences=8)
+    set_images(batch, [(picture,)] * count + [()] * (8 - count))
+
+    gate.before_update(batch)
+    metrics = gate.after_commit()
+
+    texts = select(batch, range(count, 8))
+    expected = [ids[:size].tolist() for ids, size in zip(texts["input_ids"], lengths(texts), strict=True)]
+    assert sorted(fleet.scored) == sorted(expected)
+    assert (metrics["gap/mean_abs"] is None) == (count == 8)
+    assert metrics["gap/empty"] == 1.0  # no token of the current version
+
+
+def test_gate_completions_are_generated_with_the_images_of_prompts(engine, loop, regenerate_after):
+    regenerate_after(1)
+    fleet, batch, picture = ImageFleet(engine), _exact_batch(engine), Image(b"image", 1, 1)
+    set_images(batch, [(picture,)] * 3 + [()] * 5)
+
+    metrics = _gate(fleet, loop, sequences=8, warn=1e9, stop=1e9).before_update(batch)
+
+    assert sorted(map(len, fleet.images)) == [0] * 5 + [1] * 3
+    assert metrics["gap/fresh_tokens"] == 16
 
 
 @pytest.mark.parametrize(("replicas", "seed"), [(2, 0), (3, 1), (4, 2)])

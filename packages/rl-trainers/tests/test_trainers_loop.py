@@ -6,12 +6,14 @@ import time
 
 import pytest
 
+from rl_contracts.batch.image_entries import images_of, set_images
 from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.batch.trajectory import load_batch
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.config import OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.errors import DataError, EngineError, InferenceError, RewardError, StalledError
+from rl_contracts.images import Image
 from rl_contracts.inference import Capabilities
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.metrics import Metrics, record
@@ -86,6 +88,19 @@ def test_train_reinforcement_steps_write_records_checkpoints_and_batches(engine,
     saved = load_batch(tmp_path / "run" / "batches" / "step_2-version_1.safetensors")
     assert len(saved) == 6
     assert "advantages" not in saved
+
+
+def test_saved_batch_keeps_images_of_sequences(engine, tmp_path):
+    batch = shard_batch(make_batch(4), engine.parallel)
+    red, blue = Image(b"red", 2, 3), Image(b"blue", 4, 5)
+    rows = [(red, blue), (), (red,), (blue,)]
+    set_images(batch, rows)
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=0, save_batches=True))
+
+    run_log.finish_step(1, batch, {}, 0, 1)
+
+    [file] = (tmp_path / "batches").iterdir()
+    assert images_of(load_batch(file)) == rows
 
 
 def test_train_writes_outcomes_of_prompts_with_their_step(engine, tmp_path):

@@ -198,10 +198,11 @@ def test_preference_rows_train_only_the_last_turn() -> None:
     [
         (talk("hi", "good"), "example 3: `chosen` and `rejected`"),
         (talk("hi"), "example 3: expected `rejected` to end"),
+        ([{"role": "user", "content": [{"type": "image"}]}, *talk("hi", "no")[1:]], "example 3: `rejected` has images"),
         (talk("hi", "x" * 50), r"example 3: `rejected` has 54 tokens.*data\.max_length=40"),
     ],
 )
-def test_preference_rows_invalid_pair_is_rejected(rejected: list[dict[str, str]], message: str) -> None:
+def test_preference_rows_invalid_pair_is_rejected(rejected: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         preference_sequences([{"prompt_id": 3, "chosen": talk("hi", "good"), "rejected": rejected}], Letters(), 40)
 

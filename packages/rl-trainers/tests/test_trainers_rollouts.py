@@ -13,9 +13,11 @@ from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.batch.trajectory import Trajectory
 from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
+from rl_contracts.images import Image
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.metrics import Metrics
 from rl_trainers import CompletionEvaluation, EvaluationConfig, RolloutWriter
+from rl_trainers.recovery.lookup import RecoverConfig, truncate_to_checkpoint
 from rl_trainers.run_log import rollouts as module
 from rl_trainers.run_log.rollouts import RolloutsConfig
 from rl_trainers.run_log.run_log import reward_std
@@ -51,6 +53,61 @@ def test_write_training_scheduled_steps_have_completions_and_outcomes(tmp_path):
     assert trained["token_ids"] == [1, 2, 3]
     assert trained["logprobs"] == [-0.66667, -0.33333, 0.0]
     assert trained["versions"] == [0, 1, 2]
+
+
+PNG, JPEG = Image(b"\x89PNG of a circle", 20, 30), Image(b"JPEG of a square", 40, 50)
+FILES = [f"images/{PNG.key}.png", f"images/{JPEG.key}.jpeg"]
+
+
+def _write_once(directory, *trajectories, step=1, rank=0, **options):
+    writer = RolloutWriter(directory, rank, **options)
+    writer.write_training(step, trajectories)
+    writer.destroy()
+
+
+def test_rollout_writer_keeps_each_image_once_over_ranks_and_resumes(tmp_path):
+    both, one = _trajectory(images=(PNG, JPEG)), _trajectory(images=(JPEG,))
+    _write_once(tmp_path, both, one, one)
+    written = {file: (tmp_path / file).stat().st_mtime_ns for file in FILES}
+
+    for rank in (0, 1):
+        _write_once(tmp_path, one, both, _trajectory(), step=2, rank=rank)
+
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(file[7:] for file in FILES)
+    assert {file: (tmp_path / file).stat().st_mtime_ns for file in FILES} == written
+    assert [(tmp_path / file).read_bytes() for file in FILES] == [PNG.data, JPEG.data]
+    png, jpeg = {"file": FILES[0], "width": 20, "height": 30}, {"file": FILES[1], "width": 40, "height": 50}
+    assert [line.get("images") for line in _lines(tmp_path / "step_2-1.jsonl")] == [[jpeg], [png, jpeg], None]
+
+
+def test_rollout_records_have_no_image_data(tmp_path):
+    trajectory = _trajectory(images=(PNG,))
+    parts = [{"type": "image_url", "image_url": {"url": PNG.data_url}}, {"type": "text", "text": "shape?"}]
+    trajectory.info["conversation"] = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a circle"}]
+
+    _write_once(tmp_path, trajectory)
+
+    [line] = _lines(tmp_path / "step_1-0.jsonl")
+    user, assistant = line["conversation"]
+    assert user == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "shape?"}]}
+    assert assistant == {"role": "assistant", "content": "a circle"}
+
+
+def test_rollout_writer_replaces_partial_image(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / FILES[0]).write_bytes(PNG.data[:4])
+
+    _write_once(tmp_path, _trajectory(images=(PNG,)))
+
+    assert (tmp_path / FILES[0]).read_bytes() == PNG.data
+
+
+def test_truncate_to_checkpoint_of_run_without_steps_removes_images(tmp_path):
+    _write_once(tmp_path / "rollouts", _trajectory(images=(PNG,)))
+
+    truncate_to_checkpoint(tmp_path, RecoverConfig(every=1))
+
+    assert [*(tmp_path / "rollouts").iterdir()] == []
 
 
 def test_rollout_writer_replaces_non_finite_numbers_and_surrogates(tmp_path):
@@ -150,6 +207,25 @@ def test_rollout_writer_with_slow_disk_drops_records_without_blocking(tmp_path, 
     writer.destroy()
     assert set(thread_names) == {"rollout-writer"}
     assert [path.name for path in tmp_path.iterdir()] == ["step_1-0.jsonl"]
+
+
+def test_rollout_writer_with_slow_disk_counts_bytes_of_waiting_images(tmp_path, monkeypatch):
+    may_write, started = threading.Event(), threading.Event()
+
+    def wait(*_):
+        started.set()
+        assert may_write.wait(60)
+
+    monkeypatch.setattr(RolloutWriter, "_write_image", wait)
+    monkeypatch.setattr(module, "MAX_QUEUED_TOKENS", 20)
+    large = _trajectory(images=(Image(bytes(20 * module.TOKEN_BYTES), 1, 1),))
+    writer = RolloutWriter(tmp_path)
+    for trajectory in (_trajectory(images=(PNG,)), large):
+        writer.write_training(1, [trajectory])
+        assert started.wait(60)
+    assert writer.dropped == 1
+    may_write.set()
+    writer.destroy()
 
 
 def test_rollout_writer_with_full_disk_retries_until_it_has_room(tmp_path, monkeypatch, caplog):

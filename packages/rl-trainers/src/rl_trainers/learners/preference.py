@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rl_contracts.batch.trajectory import PackedBatch, Trajectory
+from rl_contracts.chat.image_messages import has_images
 from rl_contracts.config import Reads, Settings, bounded, choice
 from rl_contracts.engine import Stats, TokenOutputs
 from rl_contracts.errors import DataError, EngineError
@@ -51,8 +52,9 @@ def preference_sequences(
         truncate: whether to cut longer conversations at `max_length` tokens.
 
     Raises:
-        DataError: a conversation does not end with an assistant turn, is too long without `truncate`, or has no token
-            of that turn after truncation; or a pair has two equal conversations. The message names the example.
+        DataError: a conversation does not end with an assistant turn, has images, is too long without `truncate`, or
+            has no token of that turn after truncation; or a pair has two equal conversations. The message names the
+            example.
     """
     result = []
     for index, row in enumerate(rows):
@@ -83,6 +85,8 @@ def _render_side(
     messages = row[side]
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"example {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
+    if has_images(messages):
+        raise DataError(f"example {name}: `{side}` has images, but preference training reads only text; remove them.")
     ids, mask = render_conversation(renderer, messages, row.get("tools"), f"example {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, stack, validate
+from rl_contracts.chat.image_messages import images_in
 from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_trainers.algorithms.functional.value_and_preference_losses import cross_entropy_loss
@@ -32,20 +33,21 @@ def supervised_sequences(
     No model sampled them, so all versions are -1 and all log-probs 0.
 
     Args:
-        rows: examples with `messages`, and optionally `tools`.
+        rows: examples with `messages`, and optionally `tools`. Messages may have images.
         renderer: turns conversations into tokens.
         max_length: longest conversation, in tokens.
-        truncate: whether to cut longer conversations at `max_length` tokens.
+        truncate: whether to cut longer conversations of text at `max_length` tokens.
 
     Raises:
-        DataError: an example has no assistant token to learn from, has content that the chat template omits, or is
-            too long without `truncate`. The message names the example.
+        DataError: an example has no assistant token to learn from, has content that the chat template omits or an
+            image that cannot be read, or is too long without `truncate` or with images. The message names the example.
     """
     result = []
     for index, row in enumerate(rows):
         name = row.get("prompt_id", index)
         ids, mask = render_conversation(renderer, row["messages"], row.get("tools"), f"example {name}")
-        if len(ids) > max_length and not truncate:
+        images = images_in(row["messages"])
+        if len(ids) > max_length and (images or not truncate):  # a cut could separate an image from its placeholders
             raise DataError(
                 f"example {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "
                 "remove the example."
@@ -66,6 +68,7 @@ def supervised_sequences(
                 prompt_id=int(name),
                 group_id=index,
                 episode_id=index,
+                images=images,
             )
         )
     return result

@@ -25,6 +25,7 @@ from rl_contracts.runtime.run_files import (
     steps_in,
 )
 from rl_trainers.run_log.background_writes import fsync_all
+from rl_trainers.run_log.rollouts import IMAGE_FOLDER
 
 log = get_logger("trainers.recover")
 
@@ -84,8 +85,8 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
     """Remove the output of steps after the recovery checkpoint that a run resumes from.
 
     This includes records, rollouts, saved batches, checkpoints, damaged recovery checkpoints and unfinished
-    directories. All output is removed if the run finished no step. The same holds if there is no recovery checkpoint,
-    although `config` enables saving and resuming.
+    directories, but not the images of rollouts, which repeated steps use again. All output is removed if the run
+    finished no step. The same holds if there is no recovery checkpoint, although `config` enables saving and resuming.
 
     Raises:
         ConfigError: see `resumed_step`.
@@ -112,6 +113,8 @@ def truncate_to_checkpoint(run_dir: Path, config: RecoverConfig) -> None:
             match = _STEP.search(path.name)
             if match and int(match[1]) > last:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if last < 0:
+        shutil.rmtree(run_dir / "rollouts" / IMAGE_FOLDER, ignore_errors=True)
 
 
 def _truncate_lines(file: Path, last: int) -> None:

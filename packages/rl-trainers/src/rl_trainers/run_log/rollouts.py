@@ -1,15 +1,18 @@
-"""Readable log of all trajectories on disk: prompt, completion and outcome."""
+"""Readable log of all trajectories on disk: prompt, images, completion and outcome."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rl_contracts.chat.image_messages import without_images
 from rl_contracts.config import Settings, bounded
 from rl_contracts.errors import DataError
 from rl_contracts.runtime.json_lines import FOR_A_WHILE, append, to_json
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from rl_contracts.batch.trajectory import Trajectory
+    from rl_contracts.images import Image
 
 log = get_logger("trainers")
 
@@ -28,6 +32,12 @@ LEARNED_KEYS = ("group_ids", "episode_ids", "versions", "loss_mask", "advantages
 
 MAX_QUEUED_TOKENS = 50_000_000
 """Tokens that may wait to be written, about 1 GB. If the disk is too slow for that, further records are dropped."""
+
+TOKEN_BYTES = 20
+"""Bytes of an image that count as one such token."""
+
+IMAGE_FOLDER = "images"
+"""Folder of the images, in the folder of the records."""
 
 RETRY_SECONDS = 1.0
 """Seconds between attempts to write to a full disk."""
@@ -55,7 +65,7 @@ class RolloutsConfig(RolloutLogConfig):
 
 
 class RolloutWriter:
-    """Writer of JSON lines in a separate thread, with one file per step and rank.
+    """Writer of JSON lines in a separate thread, with one file per step and rank, and of one file per image.
 
     Args:
         directory: created if it does not exist.
@@ -68,7 +78,8 @@ class RolloutWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.dropped = 0
         """Number of records dropped because the disk was too slow."""
-        self._waiting: SimpleQueue[tuple[Path, Iterable[dict[str, Any]], int] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Path, Iterable[dict[str, Any]], Collection[Image], int] | None] = SimpleQueue()
+        self._written_images: set[str] = set()
         self._waiting_tokens = 0
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -106,7 +117,7 @@ class RolloutWriter:
         return every > 0 and step % every == 0
 
     def write(self, name: str, trajectories: Sequence[Trajectory], rejected: str | None = None) -> None:
-        """Append trajectories to `<name>-<rank>.jsonl`, one JSON object each.
+        """Append trajectories to `<name>-<rank>.jsonl`, one JSON object each, and write their new images to `images/`.
 
         The writer thread does the work; this call returns at once. It is safe on any thread.
 
@@ -119,22 +130,26 @@ class RolloutWriter:
             DataError: an earlier write failed.
         """
         records = (to_record(trajectory, rejected, self.config.tokens) for trajectory in trajectories)
-        self._add(name, records, len(trajectories), sum(map(len, trajectories)))
+        images = {image for trajectory in trajectories for image in trajectory.images}
+        self._add(name, records, len(trajectories), sum(map(len, trajectories)), images)
 
-    def _add(self, name: str, records: Iterable[dict[str, Any]], count: int, tokens: int) -> None:
+    def _add(
+        self, name: str, records: Iterable[dict[str, Any]], count: int, tokens: int, images: Collection[Image] = ()
+    ) -> None:
         """Queue records for the writer thread, which iterates over them."""
         if self._error is not None:
             remedy = "Free disk space" if isinstance(self._error, OSError) else "Store only JSON values in `info`"
             raise DataError(
                 f"rollouts cannot be written to {self.directory}: {self._error!r}. {remedy}, or set rollouts.every=0."
             ) from self._error
+        tokens += sum(len(image.data) for image in images) // TOKEN_BYTES
         with self._lock:
             if self._waiting_tokens and self._waiting_tokens + tokens > MAX_QUEUED_TOKENS:
                 self.dropped += count
                 log.warning("rollouts: the disk is too slow; %d records dropped so far", self.dropped)
                 return
             self._waiting_tokens += tokens
-        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", records, tokens))
+        self._waiting.put((self.directory / f"{name}-{self.rank}.jsonl", records, images, tokens))
 
     def destroy(self) -> None:
         """Write the queued records and stop the thread. Safe to call twice."""
@@ -145,20 +160,38 @@ class RolloutWriter:
 
     def _work(self) -> None:
         try:
-            for path, records, tokens in iter(self._waiting.get, None):
+            for path, records, images, tokens in iter(self._waiting.get, None):
+                for image in images:  # before the records that name them
+                    self._write_image(image)
                 lines = "".join(to_json(record) + "\n" for record in records)
-                self._append(path, lines.encode(errors="replace").decode())  # texts may hold unpaired surrogates
+                lines = lines.encode(errors="replace").decode()  # texts may hold unpaired surrogates
+                self._retry(path, partial(append, path, lines))
                 with self._lock:
                     self._waiting_tokens -= tokens
         except Exception as error:  # noqa: BLE001 - the next call of write raises it
             self._error = error
 
-    def _append(self, path: Path, lines: str) -> None:
-        """Append lines to a file; retry while the disk is full, so that later records wait."""
+    def _write_image(self, image: Image) -> None:
+        """Write an image, unless the folder has it, also from an earlier process of the run."""
+        if image.key not in self._written_images:
+            file = self.directory / image_file(image)
+            self._retry(file, partial(self._write_atomically, file, image.data))
+            self._written_images.add(image.key)
+
+    def _write_atomically(self, file: Path, data: bytes) -> None:
+        if file.exists() and file.stat().st_size == len(data):
+            return
+        file.parent.mkdir(exist_ok=True)
+        scratch = file.with_name(f".{self.rank}.partial")  # other ranks may write the same image
+        scratch.write_bytes(data)
+        os.replace(scratch, file)
+
+    def _retry(self, path: Path, write: Callable[[], None]) -> None:
+        """Write to a file; retry while the disk is full, so that later records wait."""
         warned = False
         while True:
             try:
-                return append(path, lines)
+                return write()
             except OSError as error:
                 if error.errno not in FOR_A_WHILE:
                     raise
@@ -168,11 +201,17 @@ class RolloutWriter:
             time.sleep(RETRY_SECONDS)
 
 
+def image_file(image: Image) -> str:
+    """Return the file of an image, relative to the folder of the records."""
+    return f"{IMAGE_FOLDER}/{image.key}.{image.media_type.removeprefix('image/')}"
+
+
 def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool = True) -> dict[str, Any]:
     """Return a trajectory as a JSON object.
 
     The object has the trajectory's `info`, ids and outcome, and the reason for its rejection (null: not rejected). With
-    `tokens`, it also has the id, log-prob and version of each generated token.
+    `tokens`, it also has the id, log-prob and version of each generated token. If there are images, `images` has the
+    file and size of each, and `{"type": "image"}` replaces them in `conversation`.
     """
     import numpy as np
 
@@ -180,6 +219,7 @@ def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool 
     versions = trajectory.versions[generated]
     record = {
         **trajectory.info,
+        **(_image_fields(trajectory) if trajectory.images else {}),
         "reward": trajectory.reward,
         "rejected": rejected,
         "truncated": trajectory.truncated,
@@ -195,6 +235,14 @@ def to_record(trajectory: Trajectory, rejected: str | None = None, tokens: bool 
         record["logprobs"] = np.round(trajectory.logprobs[generated].astype(np.float64), 5).tolist()
         record["versions"] = versions.tolist()
     return record
+
+
+def _image_fields(trajectory: Trajectory) -> dict[str, Any]:
+    images = [{"file": image_file(image), "width": image.width, "height": image.height} for image in trajectory.images]
+    fields: dict[str, Any] = {"images": images}
+    if messages := trajectory.info.get("conversation"):
+        fields["conversation"] = [without_images(message) for message in messages]
+    return fields
 
 
 def learned_records(columns: Mapping[str, np.ndarray], tokens: bool = True) -> Iterator[dict[str, Any]]:

@@ -11,23 +11,33 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 
-from rl_contracts.batch.trajectory import Trajectory, from_response, lengths, stack
+from rl_contracts.batch.image_entries import images_of
+from rl_contracts.batch.trajectory import (
+    Trajectory,
+    batch_from_tensors,
+    batch_to_tensors,
+    from_response,
+    lengths,
+    stack,
+)
 from rl_contracts.config import GenerationConfig
 from rl_contracts.data import ModelRequest
-from rl_contracts.errors import RLError
+from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.runtime.logging import get_logger
 from rl_trainers.weight_sync.gap.diagnosis import Receipts
 from rl_trainers.weight_sync.gap.divergence import LogprobGap
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from rl_contracts.data import WeightReceipt
     from rl_contracts.engine import TrainEngine
+    from rl_contracts.images import Image
     from rl_contracts.inference import InferenceEngine
     from rl_contracts.runtime.aio import LoopThread
 
@@ -154,8 +164,20 @@ class Experiments:
 
     def ask_scores(self, sequences: TensorDict, score: Score) -> PendingReplies:
         """Request the servers' log-probs of the sequences without waiting; `scores` waits for them."""
-        inputs = zip(sequences["input_ids"], lengths(sequences), sequences["temperature"], strict=True)
-        return self._request_on_leader(score(ids[:size].tolist(), float(heat)) for ids, size, heat in inputs)
+
+        async def score_text(ids: torch.Tensor, temperature: torch.Tensor, images: tuple[Image, ...]) -> list[float]:
+            if images:
+                raise InferenceError("servers score only sequences without images; omit the others.")
+            return await score(ids.tolist(), float(temperature))
+
+        inputs = zip(
+            sequences["input_ids"],
+            lengths(sequences),
+            sequences["temperature"],
+            images_of(sequences),
+            strict=True,
+        )
+        return self._request_on_leader(score_text(ids[:size], heat, images) for ids, size, heat, images in inputs)
 
     def scores(self, sequences: TensorDict, score: Score, pending: PendingReplies = None) -> torch.Tensor:
         """Return the servers' log-probs of the sequences, [B, T].
@@ -183,29 +205,34 @@ class Experiments:
 
         Args:
             sequences: the sequences with the prompts.
-            new: whether to reverse each prompt, so that no server can have its prefix in a cache.
+            new: whether to reverse each prompt, so that no server can have its prefix in a cache. Prompts with images
+                cannot be reversed, so their sequences are omitted.
 
         Raises:
             RLError: the servers did not reply to one of the requests; raised on every rank.
         """
 
-        async def generate(seed: int, sequence: TensorDict) -> Trajectory:
+        async def generate(seed: int, sequence: TensorDict, images: tuple[Image, ...]) -> Trajectory:
             generated, temperature = self.compared(sequence), float(sequence["temperature"])
             prompt = sequence["input_ids"][: int(generated.long().argmax())].tolist()
             max_tokens = min(COMPLETION_TOKENS, int(generated.sum()))
             generation = GenerationConfig(max_new_tokens=max_tokens, temperature=temperature, ignore_eos=True)
-            request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed)
-            return from_response(await self.inference.agenerate(request), reward=0.0, temperature=temperature)
+            request = ModelRequest(prompt[::-1] if new else prompt, generation, seed=seed, images=images)
+            response = await self.inference.agenerate(request)
+            return replace(from_response(response, reward=0.0, temperature=temperature), images=images)
 
+        rows, is_generated = images_of(sequences), self.compared(sequences).any(-1).tolist()
         requests = (
-            generate(seed, sequence) for seed, sequence in enumerate(sequences[self.compared(sequences).any(-1)])
+            generate(index, sequences[index], images)
+            for index, images in enumerate(rows)
+            if is_generated[index] and not (new and images)
         )
         tensors = self._broadcast_from_leader(
             self._request_on_leader(requests),
-            lambda trajectories: stack(trajectories).to_dict(),
+            lambda trajectories: batch_to_tensors(stack(trajectories)),
             "generating completions for the log-prob gap gate",
         )
-        return TensorDict(tensors, batch_size=tensors["input_ids"].shape[:1])
+        return batch_from_tensors(tensors)
 
     def gap_of_regenerated(self, sequences: TensorDict, new: bool) -> LogprobGap | None:
         """Return the log-prob gap of completions that `regenerate` generates now, or None if `regenerate` fails."""

@@ -65,7 +65,15 @@ class Measurements:
         return nullcontext() if self.scores_each_batch or self.sharing is None else self.sharing.servers_awake()
 
     def as_scored(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> tuple[TensorDict, torch.Tensor]:
-        """Return the sequences and the trainer's log-probs at a temperature that the servers can score (collective)."""
+        """Return the sequences that servers can score, and the trainer's log-probs of them (collective).
+
+        Servers score text only, and some only at temperature 1.
+        """
+        from rl_contracts.batch.image_entries import IMAGES_KEY, images_of
+
+        if IMAGES_KEY in sequences:
+            texts = [index for index, images in enumerate(images_of(sequences)) if not images]
+            sequences, trainer_logprobs = sequences.exclude(IMAGES_KEY)[texts], trainer_logprobs[texts]
         if self.inference.capabilities.any_score_temperature:
             return sequences, trainer_logprobs
         sequences = sequences.clone().update({"temperature": sequences["temperature"].new_ones(sequences.batch_size)})

@@ -70,7 +70,9 @@ class ScoreCheck:
         """The trainer's receipts of this version and of the previous one."""
 
     def prepare(self, sequences: TensorDict, trainer_logprobs: torch.Tensor) -> None:
-        """Choose the server whose turn it is, and collect the reference log-probs before the update.
+        """Choose the server whose turn it is, and collect the reference log-probs before the update (collective).
+
+        There is no comparison if all sequences have images.
 
         Only servers that every data-parallel leader knows are candidates, because leaders discover a new server at
         different times. In float32 the trainer is a sufficient reference, so no server scores before the update.
@@ -78,6 +80,8 @@ class ScoreCheck:
         measurements, experiments = self._measurements, self._measurements.experiments
         sequences, before = measurements.as_scored(sequences, trainer_logprobs)
         parallel = measurements.engine.parallel
+        if not any(parallel.gather_json(len(sequences))):
+            return
         main_servers, *rank_servers = parallel.gather_json(
             measurements.inference.servers if parallel.is_dp_leader else None
         )

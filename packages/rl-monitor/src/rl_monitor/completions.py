@@ -51,8 +51,14 @@ def kept_steps(directory: Path, evaluation: bool) -> list[int]:
     return steps
 
 
-def conversation(completion: dict[str, Any], where: str) -> Text:
-    """Render a record of `rollouts/` for the terminal, with `where` in its heading."""
+def conversation(completion: dict[str, Any], where: str, directory: Path) -> Text:
+    """Render a record of `rollouts/` for the terminal. An image is shown as its size and path.
+
+    Args:
+        completion: the record.
+        where: beginning of the heading, such as the step.
+        directory: run directory.
+    """
     from rich.text import Text
 
     heading = [
@@ -64,6 +70,11 @@ def conversation(completion: dict[str, Any], where: str) -> Text:
     heading += [f"rejected: {completion['rejected']}"] if completion["rejected"] else []
     heading += ["truncated"] if completion["truncated"] else []
     text = Text(f"== {', '.join(heading)}\n", style="bold")
+    for number, image in enumerate(completion.get("images") or (), 1):
+        path = directory / "rollouts" / image["file"]
+        text.append(
+            _escape_control_characters(f"image {number}: {image['width']} x {image['height']}, {path}\n"), "dim"
+        )
     for message in completion.get("conversation") or _as_conversation(completion):
         text.append(f"{message['role']}{_version_and_reward(message)}: ", style=_STYLES.get(message["role"], ""))
         text.append(f"{_escape_control_characters(_message_text(message))}\n", style="not bold")

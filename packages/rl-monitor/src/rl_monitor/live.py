@@ -173,7 +173,7 @@ class Screen:
         for step, path in reversed(list(completion_files(self._directory, evaluation=False))):
             lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
             if lines:
-                self.view.completion = conversation(json.loads(lines[-1]), f"step {step}")
+                self.view.completion = conversation(json.loads(lines[-1]), f"step {step}", self._directory)
                 self.view.completion.no_wrap, self.view.completion.overflow = True, "ellipsis"
                 return
 

@@ -80,7 +80,7 @@ def show(directory: Path, step: int | None, evaluation: bool, worst: bool, numbe
     completions, console = read_completions(directory, chosen_step, evaluation, choose), Console(highlight=False)
     where = f"{'evaluation at ' * evaluation}step {chosen_step}"
     for completion in completions:
-        console.print(conversation(completion, where), soft_wrap=True)
+        console.print(conversation(completion, where, directory), soft_wrap=True)
     console.print(f"{len(completions)} of {saved} completions of {where}", soft_wrap=True)
     return 0
 

@@ -61,7 +61,7 @@ def watch(directory: Path, step: int | None, evaluation: bool, prompt: int | Non
                 if prompt in (None, completion["prompt_id"]) and shown[at] < number:
                     shown[at] += 1
                     console.print(
-                        conversation(completion, f"{'evaluation at ' * evaluation}step {at}"),
+                        conversation(completion, f"{'evaluation at ' * evaluation}step {at}", directory),
                         soft_wrap=True,
                     )
     if not shown:

@@ -1,6 +1,7 @@
 // Completions: filters, and each completion token by token. Model output is set only as text, never as HTML.
 
 const SHOWN = 40; // number of completions shown at first, and added by each click
+let thumbnails = {}; // data URL of each image by name
 const COLOR_BY = {
   "log-prob": "Red: low probability of the token.",
   gap: "Log-prob of the trainer minus log-prob of the server. Orange: less likely for the trainer; blue: more likely.",
@@ -60,18 +61,24 @@ function tokenLine(completion, by) {
   return line;
 }
 
+function partNode(part) {
+  if (!part.image) return part.text;
+  return element("img", { src: thumbnails[part.image] ?? part.image, alt: part.label ?? "", title: part.label ?? "" });
+}
+
 function messageLines(message) {
   const heading = [message.role, message.name, message.version_first === undefined ? "" : `version ${message.version_first}`,
     message.reward ? `reward ${number(message.reward)}` : ""];
   const body = element("div", { class: `text ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : ""}` });
   if (message.thought) body.append(element("span", { class: "faint" }, `<think>${message.thought}</think>\n`));
-  for (const part of message.parts) body.append(part.image ? element("img", { src: part.image, alt: "" }) : part.text);
+  body.append(...message.parts.map(partNode));
   for (const call of message.calls ?? []) body.append(element("div", {}, `→ ${call}`));
   return [element("div", { class: "role" }, heading.filter((part) => part).join(" · ")), body];
 }
 
 function completionBody(completion, by) {
   const lines = [], role = (text) => element("div", { class: "role" }, text);
+  if (completion.images) lines.push(role("images"), element("div", { class: "text images" }, ...completion.images.map(partNode)));
   if (completion.conversation) lines.push(...completion.conversation.flatMap(messageLines));
   else if (completion.prompt !== undefined) lines.push(role("prompt"), element("div", { class: "text user" }, completion.prompt));
   if (completion.tokens) lines.push(role(completion.conversation ? "sampled tokens" : "completion"), tokenLine(completion, by));
@@ -93,7 +100,8 @@ function completionCard(completion, by, open) {
   return card;
 }
 
-function setUpAnswers(runs) {
+function setUpAnswers(runs, images) {
+  thumbnails = images;
   const completions = runs.flatMap((run) => run.completions.map((completion) => ({ ...completion, run: runs.length > 1 ? run.label : "" })));
   const list = document.getElementById("completion-list");
   if (!completions.length) return list.append(element("p", { class: "faint" }, "No completions are saved (see rollouts.every)."));

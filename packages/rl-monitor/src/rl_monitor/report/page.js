@@ -69,7 +69,7 @@ function start() {
   setUpTitle(data);
   setUpCurves(runs);
   setUpEvents(runs);
-  setUpAnswers(runs);
+  setUpAnswers(runs, data.images);
   setUpSettings(data);
   setUpOrigin(runs);
 }

@@ -21,6 +21,7 @@ from rl_monitor.report.curves import curves_of, read_records, stages_of
 from rl_monitor.report.events import events_of, status_of_launcher, when
 from rl_monitor.report.facts import COMMANDS, commands_of, record_command
 from rl_monitor.report.samples import Samples, to_page_record
+from rl_monitor.report.thumbnails import thumbnails_of
 from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, flatten
 
 __all__ = ["RunReport", "write_report"]
@@ -29,6 +30,8 @@ log = get_logger("apps.report")
 
 BYTES = 4_800_000
 """Maximum size of a page. Completions are truncated until the page fits."""
+THUMBNAIL_BYTES = 1_500_000
+"""Maximum size of all thumbnails of images together, divided among the runs. The newest completions come first."""
 TOKENS = 120_000
 """Maximum tokens of all completions together, before truncation to fit `BYTES`."""
 POINTS = 400
@@ -43,18 +46,27 @@ SCRIPTS = ("curves", "completions", "page")
 """Script files of the page, in order of dependency."""
 
 
-def gather(directory: Path, samples: Samples, points: int = POINTS, tokens: int = TOKENS) -> dict[str, Any]:
+def gather(
+    directory: Path,
+    samples: Samples,
+    points: int = POINTS,
+    tokens: int = TOKENS,
+    thumbnail_bytes: int = THUMBNAIL_BYTES,
+) -> dict[str, Any]:
     """Return the data of a run for the page, as JSON values.
 
     Args:
         directory: run directory.
         samples: completions of the run.
         points: maximum points per curve.
-        tokens: maximum tokens of all completions together.
+        tokens: maximum tokens of all completions together; 0: no completions.
+        thumbnail_bytes: maximum size of all thumbnails together.
     """
     records, status, settings = read_records(directory), status_of_launcher(directory), settings_of(directory)
     last = records[-1] if records else {}
-    completions = samples.choose()
+    completions = samples.choose() if tokens else []
+    files = (directory / "rollouts" / image["file"] for c in completions for image in c.get("images") or ())
+    thumbnails = thumbnails_of(files, thumbnail_bytes)
     limit = max(tokens // max(len(completions), 1), 1)
     pieces = Pieces(directory, settings)
     return {
@@ -70,7 +82,8 @@ def gather(directory: Path, samples: Samples, points: int = POINTS, tokens: int 
         "events": events_of(directory, records),
         "settings": settings,
         "commands": [fact | {"started": when(fact.get("started"))} for fact in commands_of(directory)],
-        "completions": [to_page_record(c, pieces.of, limit, limit * 4 + 400) for c in completions] if tokens else [],
+        "completions": [to_page_record(c, pieces.of, limit, limit * 4 + 400, thumbnails) for c in completions],
+        "images": thumbnails,
     }
 
 
@@ -127,7 +140,10 @@ def differing(runs: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
     """Return the HTML page of runs."""
-    folder, data = Path(__file__).parent, {"runs": runs, "differing": differing(runs), "made": when(time.time())}
+    images = {name: url for run in runs for name, url in run["images"].items()}
+    shown_runs = [{name: value for name, value in run.items() if name != "images"} for run in runs]
+    data = {"runs": shown_runs, "images": images, "differing": differing(runs), "made": when(time.time())}
+    folder = Path(__file__).parent
     parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css")}
     parts["script"] = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     parts |= {"title": _escaped(" and ".join(run["name"] for run in runs)), "data": as_json(data)}
@@ -162,7 +178,10 @@ def write_report(directories: Sequence[Path], file: Path, samples: Sequence[Samp
     points, tokens = max(POINTS // len(directories), 50), TOKENS // len(directories)
     while True:
         page = render(
-            [gather(d, s, points, tokens) for d, s in zip(directories, samples_of_runs, strict=True)]
+            [
+                gather(d, s, points, tokens, THUMBNAIL_BYTES // len(directories))
+                for d, s in zip(directories, samples_of_runs, strict=True)
+            ]
         ).encode()
         if len(page) <= BYTES or not tokens:
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -150,7 +150,11 @@ def spread_steps(steps: Sequence[int]) -> list[int]:
 
 
 def to_page_record(
-    completion: CompletionRecord, pieces: Callable[[list[int]], list[str] | None], tokens: int, characters: int
+    completion: CompletionRecord,
+    pieces: Callable[[list[int]], list[str] | None],
+    tokens: int,
+    characters: int,
+    thumbnails: Collection[str] = (),
 ) -> CompletionRecord:
     """Return the record of a completion for the page.
 
@@ -159,6 +163,7 @@ def to_page_record(
         pieces: function from token ids to the text of each, or to None without a tokenizer.
         tokens: maximum number of tokens, counted from the first.
         characters: maximum characters per text.
+        thumbnails: names of the image files that the page has. Other images appear as text.
     """
     copied = ("step", "evaluation", "prompt_id", "group_id", "episode_id", "rejected", "truncated", "temperature")
     record = {name: completion.get(name) for name in (*copied, "version_first", "version_last", "reward")}
@@ -166,10 +171,13 @@ def to_page_record(
     for name in ("prompt", "completion", "answer"):
         if isinstance(completion.get(name), str):
             record[name] = truncate_text(completion[name], characters)
+    images = (_image(image, thumbnails) for image in completion.get("images") or ())
     if messages := completion.get("conversation"):
-        record["conversation"] = [_message(message, characters) for message in messages]
+        record["conversation"] = [_message(message, characters, images) for message in messages]
         record.pop("prompt", None)
         record.pop("completion", None)
+    if parts := list(images):  # those that no message has
+        record["images"] = parts
     if ids := completion.get("token_ids"):
         shown_ids = ids[:tokens]
         record["tokens"] = {
@@ -191,10 +199,10 @@ def truncate_text(text: str, characters: int) -> str:
     return text if surplus <= 0 else f"{text[:characters]} [... {surplus} more characters]"
 
 
-def _message(message: CompletionRecord, characters: int) -> CompletionRecord:
+def _message(message: CompletionRecord, characters: int, images: Iterator[CompletionRecord]) -> CompletionRecord:
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
-    record = {"role": str(message.get("role")), "parts": [_part(part, characters) for part in parts]}
+    record = {"role": str(message.get("role")), "parts": [_part(part, characters, images) for part in parts]}
     if reasoning := message.get("reasoning_content"):
         record["thought"] = truncate_text(str(reasoning), characters)
     if calls := message.get("tool_calls"):
@@ -203,8 +211,10 @@ def _message(message: CompletionRecord, characters: int) -> CompletionRecord:
     return record | {name: message[name] for name in names if message.get(name) is not None}
 
 
-def _part(part: Any, characters: int) -> CompletionRecord:
-    """Convert a part of a message: text, embedded image, or any other part as JSON text."""
+def _part(part: Any, characters: int, images: Iterator[CompletionRecord]) -> CompletionRecord:
+    """Convert a part of a message: text, the next of the images, embedded image, or any other part as JSON text."""
+    if part == {"type": "image"} and (image_part := next(images, None)):
+        return image_part
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return {"text": truncate_text(part["text"], characters)}
     image = part.get("image_url") if isinstance(part, dict) else None
@@ -212,6 +222,12 @@ def _part(part: Any, characters: int) -> CompletionRecord:
     if isinstance(url, str) and url.startswith("data:image/") and len(url) <= IMAGE_BYTES:
         return {"image": url}
     return {"text": truncate_text(json.dumps(part, ensure_ascii=False), min(characters, 400))}
+
+
+def _image(image: dict[str, Any], thumbnails: Collection[str]) -> CompletionRecord:
+    """Convert an image of a record: name, size and path of its thumbnail, or a text without a thumbnail."""
+    name, label = Path(image["file"]).name, f"{image['width']} x {image['height']}, rollouts/{image['file']}"
+    return {"image": name, "label": label} if name in thumbnails else {"text": f"[image {label}]"}
 
 
 def _call(call: Any) -> str:

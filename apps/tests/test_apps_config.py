@@ -26,6 +26,11 @@ def _run(capsys, *arguments, app="gsm8k-grpo"):
     return code, captured.out, captured.err
 
 
+def test_frozen_parts_reach_the_engine():
+    assert _grpo("actor.freeze=[vision_tower,projector]").finetune_spec().freeze == ("vision_tower", "projector")
+    assert _grpo().finetune_spec().freeze == ()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -48,6 +53,7 @@ def test_compose_setting_with_invalid_value_raises_config_error():
         "rollout.port=70000",
         "rollout.reward_workers=0",
         "actor.dtype=x",
+        "actor.freeze=[vision]",
         "critic.clip=-1",
         "data.batch_size=0",
         "rollout.group_size=0",

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_apps.cli.driver import main
-from rl_apps.programs import gsm8k_grpo, gsm8k_sft, hh_rlhf
+from rl_apps.programs import gsm8k_grpo, gsm8k_sft, hh_rlhf, vision
 from rl_apps.settings.compose import compose, to_yaml
 from rl_contracts.errors import ConfigError
 
@@ -30,6 +30,20 @@ def test_pretrained_recipe_has_no_setting_of_the_embedded_recipe():
     assert embedded.rollout.server.max_sequences == 128
     assert pretrained.rollout.server == type(pretrained.rollout.server)()
     assert (embedded.actor.optimizer.warmup_steps, pretrained.actor.optimizer.warmup_steps) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("app", "data"),
+    [
+        (vision.CLEVR_COUNT_SFT, "clevr_count_70k"),
+        (vision.CLEVR_COUNT_GRPO, "clevr_count_70k"),
+        (vision.GEOMETRY3K_GRPO, "geometry3k"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_recipe_of_vision_apps_selects_the_data(app, data):
+    assert app.config().data.name == "drawn-scenes"
+    assert app.config([OTHER]).data.name == data
 
 
 def test_user_settings_override_the_recipe(tmp_path):

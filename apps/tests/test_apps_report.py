@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import NASTY, make_run
 
 from rl_apps.cli import main
+from rl_contracts.images import read_image
 from rl_contracts.testing.waiting import wait_until
 from rl_monitor.report import page as module
 from rl_monitor.report.curves import BANDS, curves_of, stages_of, thinned
@@ -100,6 +102,61 @@ def test_report_shows_only_embedded_images_of_conversations() -> None:
 
     assert message["parts"][0] == {"image": inside}
     assert outside in message["parts"][1]["text"]
+
+
+def _with_images(run: Path, step: int, *sizes: tuple[int, int]) -> list[dict[str, Any]]:
+    """Give images of noise to the completions of a step: all to the first, and the first two to the second."""
+    folder, images = run / "rollouts" / "images", []
+    folder.mkdir()
+    for size in sizes:
+        image = read_image(PIL.Image.effect_noise(size, 80).convert("RGB"))
+        (folder / f"{image.key}.png").write_bytes(image.data)
+        images.append({"file": f"images/{image.key}.png", "width": image.width, "height": image.height})
+    file = run / "rollouts" / f"step_{step}-0.jsonl"
+    first, second, *others = (json.loads(line) for line in file.read_text().splitlines())
+    first["images"], second["images"] = images, images[:2]
+    second["conversation"][0]["content"].insert(0, {"type": "image"})
+    file.write_text("".join(json.dumps(record) + "\n" for record in (first, second, *others)))
+    return images
+
+
+def test_report_embeds_each_image_once_as_thumbnail(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    images = _with_images(run, 6, (300, 200), (20, 10))
+
+    write_report([run], tmp_path / "page.html")
+
+    data = data_of(tmp_path / "page.html")
+    names = [Path(image["file"]).name for image in images]
+    assert list(data["images"]) == names
+    thumbnails = [read_image(url) for url in data["images"].values()]
+    assert [(image.width, image.height) for image in thumbnails] == [(156, 104), (20, 10)]
+    assert (tmp_path / "page.html").read_text().count(data["images"][names[0]]) == 1
+    shown = {c["prompt_id"]: c for c in data["runs"][0]["completions"] if c["step"] == 6 and not c["evaluation"]}
+    parts = [{"image": name, "label": label} for name, label in zip(names, _labels(images), strict=True)]
+    assert shown[0]["images"] == parts
+    assert shown[1]["conversation"][0]["parts"][0] == parts[0]
+    assert shown[1]["images"] == parts[1:], "no message has this image"
+
+
+def _labels(images: list[dict[str, Any]]) -> list[str]:
+    return [f"{image['width']} x {image['height']}, rollouts/{image['file']}" for image in images]
+
+
+def test_report_shows_images_without_thumbnail_as_text(tmp_path, monkeypatch) -> None:
+    run = make_run(tmp_path / "run")
+    images = _with_images(run, 6, (30, 30), (31, 31), (32, 32), (33, 33))
+    (run / "rollouts" / images[0]["file"]).unlink()
+    (run / "rollouts" / images[1]["file"]).write_bytes(b"no image")
+    monkeypatch.setattr(module, "THUMBNAIL_BYTES", 2_000)
+
+    write_report([run], tmp_path / "page.html")
+
+    data = data_of(tmp_path / "page.html")
+    [name] = data["images"]
+    (parts,) = [c["images"] for c in data["runs"][0]["completions"] if len(c.get("images", ())) == 4]
+    texts = [{"text": f"[image {label}]"} for label in _labels(images)]
+    assert parts == [*texts[:2], {"image": name, "label": _labels(images)[2]}, texts[3]]
 
 
 def test_report_escapes_model_output_without_changing_it(tmp_path) -> None:
@@ -293,7 +350,10 @@ window.addEventListener("load", () => {
     for (const option of [...one.options]) change(one, option.value);
     change(one, one.options[0].value);
   }
-  document.querySelectorAll("details").forEach((one) => (one.open = true));
+  for (const one of document.querySelectorAll("details")) {
+    one.open = true;
+    one.dispatchEvent(new Event("toggle"));
+  }
   for (const svg of document.querySelectorAll("svg")) {
     svg.dispatchEvent(new PointerEvent("pointermove", { clientX: 200 }));
   }
@@ -302,7 +362,8 @@ window.addEventListener("load", () => {
   const requests = performance.getEntriesByType("resource").map((one) => one.name);
   const result = JSON.stringify({
     lines, requests, ms: loadEventStart - fetchStart, cards: count(".card"), bold: count("#completions .text b"),
-    completions: count("#completions details"), pictures: count("#completions img"),
+    completions: count("#completions details"),
+    pictures: [...document.querySelectorAll("#completions img")].map((one) => one.src.split(";")[0]),
     charts: [...document.querySelectorAll("svg")].map((one) => [one.role, one.ariaLabel]),
   });
   document.body.replaceChildren();  // lone surrogates in completions cannot be dumped
@@ -336,6 +397,7 @@ def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.timeout(200)
 def test_browser_opens_page_of_long_run_with_labeled_charts(tmp_path) -> None:
     run = make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4)
+    _with_images(run, 89, (300, 200), (20, 10))
 
     probe = _probe(run, tmp_path)
 
@@ -344,6 +406,7 @@ def test_browser_opens_page_of_long_run_with_labeled_charts(tmp_path) -> None:
     assert probe["bold"] == 0, "model output is text, not HTML"
     assert probe["cards"] == 10
     assert probe["completions"] >= 40
+    assert sorted(probe["pictures"]) == ["data:image/jpeg"] * 2 + ["data:image/png"] * 2
     assert probe["ms"] < 1000
     first, *_, last = (json.loads(line)["length/mean"] for line in (run / "metrics.jsonl").read_text().splitlines())
     assert {role for role, _ in probe["charts"]} == {"img"}

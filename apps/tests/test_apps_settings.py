@@ -499,6 +499,12 @@ ELSEWHERE = [
         f"{ENGINES}compile.py::test_train_batch_with_compiled_layers_equals_plain_layers",
     ),
     Elsewhere(
+        "actor.freeze",
+        "needs a vision-language model",
+        f"{CONFIG}test_frozen_parts_reach_the_engine",
+        value="[projector]",
+    ),
+    Elsewhere(
         "*.engine.offload",
         "needs a GPU",
         f"{ENGINES}usage.py::test_offload_on_cuda_gives_the_same_losses",

@@ -25,6 +25,17 @@ def test_show_prints_completions_of_newest_step(tmp_path, capsys) -> None:
     assert out.endswith("2 of 3 completions of step 6\n")
 
 
+def test_show_prints_size_and_path_of_images(tmp_path, capsys) -> None:
+    run = make_run(tmp_path / "run", completions=1)
+    file = run / "rollouts" / "step_6-0.jsonl"
+    image = {"file": "images/ab.png", "width": 30, "height": 20}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"images": [image]}) + "\n")
+
+    assert main.main(["show", str(run)]) == 0
+
+    assert f"image 1: 30 x 20, {run}/rollouts/images/ab.png\nprompt: question" in capsys.readouterr().out
+
+
 def test_show_worst_sorts_completions_of_step_by_reward(tmp_path, capsys) -> None:
     run = make_run(tmp_path / "run", completions=9)
     rewards = [json.loads(line)["reward"] for line in (run / "rollouts" / "step_2-0.jsonl").read_text().splitlines()]

@@ -3,17 +3,21 @@
 import json
 import shutil
 
+import PIL.Image
 import pytest
 from tokenizers import processors
 
 from rl_apps.cli.driver import main
 from rl_apps.programs import gsm8k_grpo
 from rl_apps.run.app import Run
-from rl_apps.run.chat_template import load_tokenizer, save_tokenizer
+from rl_apps.run.chat_template import load_tokenizer, read_tokenizer, save_tokenizer
 from rl_apps.settings.device_layout import layout_of
 from rl_apps.settings.model import ModelConfig
+from rl_contracts.chat.image_messages import image_part
 from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.images import read_image
 from rl_contracts.testing.models import make_tiny_model
+from rl_contracts.testing.vision_families import make_vision_model
 
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
 
@@ -131,3 +135,20 @@ def test_chat_template_of_a_file_is_used_and_saved(base_model, tmp_path, capsys)
     shutil.copy(base_model / "config.json", tmp_path / "tokenizer")
     saved = load_tokenizer(ModelConfig(run.tokenizer))
     assert saved.apply_chat_template(CHAT[:1], tokenize=False) == f"<user>2+2?{saved.eos_token}"
+
+
+@pytest.mark.slow
+def test_vision_model_has_a_processor_with_the_configured_template(tmp_path):
+    pytest.importorskip("torchvision")
+    model = make_vision_model("qwen2_vl", tmp_path / "model")
+    template = "{% for m in messages %}{% for p in m.content %}"
+    template += "{{ '<|image_pad|>' if p.type == 'image' else p.text }}{% endfor %}{{ eos_token }}{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template)
+    parts = [image_part(read_image(PIL.Image.new("RGB", (16, 16)))), {"type": "text", "text": "What?"}]
+
+    save_tokenizer(ModelConfig(str(model), chat_template=str(tmp_path / "mine.jinja")), tmp_path / "saved")
+
+    saved = read_tokenizer(tmp_path / "saved")
+    assert type(saved) is type(read_tokenizer(model))
+    rendered = saved.tokenizer.decode(ChatRenderer(saved).render([{"role": "user", "content": parts}]))
+    assert rendered == "<|image_pad|>" * 4 + f"What?{saved.tokenizer.eos_token}"

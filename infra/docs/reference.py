@@ -29,8 +29,8 @@ from rl_contracts import registry
 ROOT = Path(__file__).parents[2]
 COMMAND = "uv run python infra/docs/reference.py"
 APPS = {
-    "grpo": ("grpo", "gsm8k-grpo", "multi-turn-math", "math-agent"),
-    "sft": ("sft", "gsm8k-sft"),
+    "grpo": ("grpo", "gsm8k-grpo", "multi-turn-math", "math-agent", "clevr-count-grpo", "geometry3k-grpo"),
+    "sft": ("sft", "gsm8k-sft", "clevr-count-sft"),
     "dpo": ("hh-rlhf-dpo",),
     "rm": ("hh-rlhf-rm",),
 }

@@ -40,7 +40,7 @@ from rl_apps.settings.command_line import parse, print_all, setting
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
-from rl_apps.settings.model import find_models, make_model
+from rl_apps.settings.model import EMBEDDED, find_models, make_model, newest_checkpoint
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import (
@@ -212,9 +212,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         RunControl(names_of(run_dir)) as control,
         RunProgress(metrics, steps, app.columns) as progress,
     ):
-        make = partial(
-            make_model, config.model, config.data, config.seed, app.form, app.lessons, say=progress.print_message
-        )
+        make = partial(_initial_model, app, run, progress.print_message)
         config.model.directories[config.model.path] = str(make(warm_up=False))
         if addresses := attached(config, run.layout):
             progress.print_message(f"checking the servers at {', '.join(addresses)}")
@@ -263,6 +261,14 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     (run_dir / FINISHED).touch()
     print("\n".join(app.summary(config, run_dir)))
     return 0
+
+
+def _initial_model(app: App, run: Run[Any], say: Callable[[str], None], warm_up: bool) -> Path:
+    """Return the directory of the initial policy; see `App.starts_from` and `make_model`."""
+    config = run.config
+    if app.starts_from and config.model.path == EMBEDDED:
+        return newest_checkpoint(app.starts_from)
+    return make_model(config.model, config.data, config.seed, app.form, app.lessons, warm_up, say)
 
 
 def submission(reference: str, run: Run[Any], devices: Devices, argv: Sequence[str]) -> JobSubmission:

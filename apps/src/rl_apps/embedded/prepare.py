@@ -25,7 +25,7 @@ from rl_contracts.runtime.logging import get_logger
 from rl_datasets.word_problems import WordProblems
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def prepare_embedded(
             warm_up(model, tokenizer, problems, LESSONS[chosen.lessons], chosen.warm_up, seed, progress)
         save(model, tokenizer, directory)
 
-    return cached(cache_dir or default_cache_dir(), key_of(ingredients, _sources()), make)
+    return cached(cache_dir or default_cache_dir(), key_of(ingredients, sources()), make)
 
 
 def prepare_from_scratch(
@@ -183,10 +183,10 @@ def prepare_from_scratch(
         tokenizer = trained_tokenizer(text_list, chosen.vocab_size, chosen.shape.max_length)
         save(random_model(chosen.shape, tokenizer, seed), tokenizer, directory)
 
-    return cached(cache_dir or default_cache_dir(), key_of(ingredients, _sources()), make)
+    return cached(cache_dir or default_cache_dir(), key_of(ingredients, sources()), make)
 
 
-def _sources() -> list[Path]:
+def sources() -> list[Path]:
     """Return the source files that a cached model depends on. A change of any of them rebuilds the model."""
     return [*Path(__file__).parent.glob("*.py"), Path(rl_datasets.word_problems.__file__)]
 
@@ -250,7 +250,7 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     The state of torch's global random generator does not change.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     kind: Any = Qwen3MoeConfig if shape.experts else Qwen3Config
     config = kind(
@@ -263,17 +263,24 @@ def random_model(shape: ModelShape, tokenizer: PreTrainedTokenizerFast, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = generation_config(tokenizer)
+    return model
+
+
+def generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """Return the `generation_config.json` of a model: sampling at temperature 1 up to the end token."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return model
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write weights, configs, tokenizer and chat template in Hugging Face format."""
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | ProcessorMixin, directory: Path) -> None:
+    """Write weights, configs, tokenizer or processor, and chat template in Hugging Face format."""
     from transformers.utils import logging
 
     bars_enabled = logging.is_progress_bar_enabled()

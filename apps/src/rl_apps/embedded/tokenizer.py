@@ -3,7 +3,8 @@
 <|user|>question<|assistant|>answer<|end|>
 <|system|>calculator<|user|>question<|assistant|><tool_call>...</tool_call><|end|><|tool|>10<|assistant|>answer<|end|>
 
-The template lists the names of the tools. Tool calls have the Hermes format.
+The template lists the names of the tools. Tool calls have the Hermes format. A processor replaces the mark of an image
+by its placeholders.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("system", "user", "assistant", "tool")
+IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Further special tokens of a vision-language model, as Qwen2.5-VL names them."""
 SPECIAL_TOKENS = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
 
 CHAT_TEMPLATE = (
@@ -28,7 +31,11 @@ CHAT_TEMPLATE = (
     "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{ raise_exception('unknown role: ' + message['role']) }}"
     "{%- endif -%}"
-    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] or [] -%}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{%- endfor -%}{%- endif -%}"
     "{%- for call in message['tool_calls'] or [] -%}"
     """{{ '<tool_call>{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}"""
     "{{ '}</tool_call>' }}"
@@ -70,13 +77,16 @@ def word_problem_tokenizer(max_length: int, more: Sequence[str] = ()) -> PreTrai
     return _with_chat_template(tokenizer, max_length, unk_token=UNKNOWN)
 
 
-def trained_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
+def trained_tokenizer(
+    texts: Sequence[str], vocab_size: int, max_length: int, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts`. Any text round-trips through its token ids.
 
     Args:
         texts: training texts.
         vocab_size: maximum vocabulary size.
         max_length: maximum sequence length in tokens.
+        special: further special tokens.
 
     Raises:
         DataError: all texts are empty, or there are none.
@@ -92,22 +102,24 @@ def trained_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) ->
         raise DataError("cannot train a tokenizer: expected non-empty texts, found none. Check the training split.")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=[*SPECIAL_TOKENS, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _with_chat_template(tokenizer, max_length)
+    return _with_chat_template(tokenizer, max_length, special)
 
 
-def _with_chat_template(tokenizer: Tokenizer, max_length: int, **special: str) -> PreTrainedTokenizerFast:
+def _with_chat_template(
+    tokenizer: Tokenizer, max_length: int, more: Sequence[str] = (), **special: str
+) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=SPECIAL_TOKENS[2:],
+        additional_special_tokens=[*SPECIAL_TOKENS[2:], *more],
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,

@@ -13,6 +13,7 @@ from rl_apps.run.components import Components
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import Rows, first_rows, load_rows
 from rl_contracts import registry
+from rl_contracts.chat.rendering import tokenizer_of
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, ModelError, RewardError, defined_at, raised_at
 from rl_contracts.reward import RESERVED_KEYS
@@ -155,7 +156,7 @@ def _run_episode(components: Components, workflow: RolloutWorkflow, row: dict[st
     from rl_workflows.rollout.episode import Episodes
     from rl_workflows.rollout.groups import run_group
 
-    config, tokenizer = components.config, components.tokenizer
+    config, tokenizer = components.config, tokenizer_of(components.tokenizer)
     ids = tokenizer.encode(str(row.get("answer") or 42), add_special_tokens=False) or [0]
     engine = NullInferenceEngine(
         NullInferenceEngineConfig(vocab_size=len(tokenizer), seconds_per_token=0.0), answer=lambda _: ids

@@ -78,6 +78,8 @@ class App:
     lessons: str = "answers"
     """Content of the warm-up: worked `answers`, conversations of several `turns`, or calls of `tools`. See
     `rl_apps.embedded.curriculum`."""
+    starts_from: str = ""
+    """Name of the app whose newest checkpoint below `runs/` is the embedded model; empty: none."""
     columns: dict[str, tuple[str, str]] = field(default_factory=lambda: GRPO_COLUMNS)
     """Columns of a step's progress line: label to (name in metrics.jsonl, format)."""
     summary: Callable[[Any, Path], list[str]] = closing.after_any

@@ -10,13 +10,16 @@ from typing import Any
 from rl_apps.run.app import Run
 from rl_apps.settings.compose import CONF
 from rl_apps.settings.model import ModelConfig
-from rl_contracts.chat.rendering import adds_bos
+from rl_contracts.chat.rendering import adds_bos, tokenizer_of
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
 
 PLAIN = "plain"
 """Value of `model.chat_template` for the built-in template: `User: ...` and `Assistant: ...`. The end-of-text token
 closes each completion, and the text begins with the beginning-of-text token if the tokenizer adds one."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of a processor of images. A directory has at least one of them."""
 
 
 def check_chat_template(run: Run[Any]) -> None:
@@ -41,34 +44,40 @@ def check_chat_template(run: Run[Any]) -> None:
 
 
 def read_tokenizer(directory: str | Path) -> Any:
-    """Load the Hugging Face tokenizer in a directory.
+    """Load the Hugging Face tokenizer in a directory, or the processor of a vision-language model.
+
+    `rl_contracts.chat.rendering.tokenizer_of` returns the tokenizer of either.
 
     Raises:
-        ModelError: the tokenizer cannot be read.
+        ModelError: the tokenizer or the processor cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
+    processes_images = any((Path(directory) / name).is_file() for name in _PROCESSOR_FILES)
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        loaded: Any = (AutoProcessor if processes_images else AutoTokenizer).from_pretrained(directory)
     except Exception as error:  # the type depends on the library that reads the files
+        kind, files = ("processor", _PROCESSOR_FILES) if processes_images else ("tokenizer", _TOKENIZER_FILES)
         raise ModelError(
-            f"the tokenizer in {directory} (tokenizer.json, tokenizer_config.json) cannot be read: "
+            f"the {kind} in {directory} ({', '.join(files)}) cannot be read: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}. Copy or download it again."
         ) from error
+    return loaded if hasattr(loaded, "image_processor") else tokenizer_of(getattr(loaded, "tokenizer", loaded))
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer of a model, with the configured chat template.
+    """Load the tokenizer or processor of a model, with the configured chat template.
 
     Raises:
-        ModelError: the tokenizer cannot be read.
+        ModelError: the tokenizer or the processor cannot be read.
         ConfigError: the template cannot be read.
     """
-    tokenizer = read_tokenizer(model.directory())
+    loaded = read_tokenizer(model.directory())
     if model.chat_template:
+        tokenizer = tokenizer_of(loaded)
         bos = "{{- bos_token -}}" if model.chat_template == PLAIN and adds_bos(tokenizer) else ""
-        tokenizer.chat_template = bos + _read_template(model)
-    return tokenizer
+        loaded.chat_template = tokenizer.chat_template = bos + _read_template(model)
+    return loaded
 
 
 def save_tokenizer(model: ModelConfig, directory: str | Path) -> None:

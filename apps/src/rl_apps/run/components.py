@@ -131,7 +131,7 @@ class Components(ExitStack):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Hugging Face tokenizer of the run's model."""
+        """Hugging Face tokenizer of the run's model, or the processor of a vision-language model."""
         return read_tokenizer(self.run.tokenizer)
 
     @cached_property

@@ -11,7 +11,8 @@ from typing import Any
 from rl_apps.run.app import Run
 from rl_apps.run.chat_template import load_tokenizer
 from rl_apps.settings.data import DataConfig, Rows, held_out_rows, load_rows
-from rl_contracts.chat.rendering import ChatRenderer
+from rl_contracts.chat.image_messages import has_images
+from rl_contracts.chat.rendering import ChatRenderer, tokenizer_of
 from rl_contracts.config import require
 from rl_contracts.errors import DataError
 from rl_contracts.models.directory import context_length, vocabulary_size
@@ -65,6 +66,7 @@ class Lengths:
     form: str
     """Form of the examples, see `load_rows`."""
     tokenizer: Any
+    """Tokenizer, or the processor of a vision-language model."""
     limit: int
     """Maximum tokens of an example. A prompt must leave one of them for its completion."""
     room: int = 1
@@ -91,8 +93,12 @@ class Lengths:
             if (kind := _kind(texts, row)) not in kinds:
                 kinds.add(kind)
                 self._require_shown(texts, row, number)
-            # a token has at least one byte of text, so most examples need not be tokenized
-            if row.get("tools") or (texts and max(_bytes(text, overhead) for text in texts) >= self.limit):
+            # a token has at least one byte of text, so most examples without images need not be tokenized
+            if (
+                row.get("tools")
+                or any(map(has_images, texts))
+                or (texts and max(_bytes(text, overhead) for text in texts) >= self.limit)
+            ):
                 tokens = self.tokens(row)
                 if tokens > self.limit:
                     too_long[number] = tokens
@@ -160,7 +166,7 @@ class Lengths:
             surplus = self.tokens(short) - 1 + self.room - self.limit
             if surplus <= 0:
                 return short
-            tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
+            tokens = len(tokenizer_of(self.tokenizer).encode(text, add_special_tokens=False))
             text = text[math.ceil(len(text) * surplus / max(tokens, surplus)) :]
         return None
 
@@ -217,13 +223,14 @@ def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:
 
     The check is skipped if the model's vocabulary size is unknown, or covers all ids of the tokenizer.
     """
-    embeddings, largest = vocabulary_size(model), max(lengths.tokenizer.get_vocab().values())
+    tokenizer = tokenizer_of(lengths.tokenizer)
+    embeddings, largest = vocabulary_size(model), max(tokenizer.get_vocab().values())
     if embeddings is None or largest < embeddings:
         return
     for number in range(len(rows)):
         token_id = max(max(ids) for ids in lengths.ids(rows[number]))
         if token_id >= embeddings:
-            name, token = rows[number].get("prompt_id", number), lengths.tokenizer.convert_ids_to_tokens(int(token_id))
+            name, token = rows[number].get("prompt_id", number), tokenizer.convert_ids_to_tokens(int(token_id))
             raise DataError(
                 f"example {name} has the token {token!r} ({token_id}), but the model {model} has only {embeddings} "
                 "embeddings. Resize its embeddings for this tokenizer, or use its own tokenizer."

@@ -33,8 +33,10 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     name = answers_name(records)
     measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     if len(measured) >= 2:
+        temperature = config.evaluation.temperature
+        sampling = f"temperature {temperature:g}" if temperature else "greedy"
         lines.append(
-            f"{METRICS[name]} (greedy{_evaluated(run_dir, measured[-1][0])}): "
+            f"{METRICS[name]} ({sampling}{_evaluated(run_dir, measured[-1][0])}): "
             f"{measured[0][1]:.3f} -> {measured[-1][1]:.3f}"
         )
         if config.data.name == GENERATED and name == "eval/accuracy":

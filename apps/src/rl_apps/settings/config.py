@@ -18,7 +18,7 @@ from rl_contracts.config import (
     choice,
     require,
 )
-from rl_contracts.data import DTYPES, FinetuneSpec
+from rl_contracts.data import DTYPES, VISION_PARTS, FinetuneSpec
 from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.inference import ServerConfig
 from rl_launchers import LauncherConfig
@@ -59,6 +59,11 @@ class ActorConfig(Settings):
     """Size of a micro-batch, which is one forward and backward pass. Never changes the gradient."""
     dtype: str = choice("float32", DTYPES)
     """`float32`, or `bfloat16` with float32 master weights and reductions."""
+    freeze: list[str] = field(
+        default_factory=list,
+        metadata={"expected": f"some of {VISION_PARTS}", "holds": lambda parts: {*parts} <= {*VISION_PARTS}},
+    )
+    """Parts of a vision-language model that are not trained: `vision_tower`, `projector` or both."""
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
     """Settings of the train engine. `allocation` selects the engine, which defines them."""
 
@@ -186,6 +191,7 @@ class RunConfig(Settings):
             self.actor.micro_batch,
             self.actor.dtype,
             deterministic=self.deterministic,
+            freeze=tuple(self.actor.freeze),
         )
 
 

@@ -34,7 +34,8 @@ class DataConfig(Settings):
     setting: ClassVar[str] = "data"
     name: str = GENERATED
     """Installed data set, or a dotted path to a loader. `chat`: any conversations or prompts; `gsm8k`: questions and
-    worked answers; `word-problems`: generated; `hh-rlhf` and `word-problem-pairs`: preference pairs."""
+    worked answers; `word-problems`: generated; `hh-rlhf` and `word-problem-pairs`: preference pairs; `vision-chat`,
+    `clevr_count_70k`, `geometry3k`: with images; `drawn-scenes`: generated images."""
     path: str = ""
     """Hub id, directory or file. Empty: the default of the data set. A file is a single split, so it needs
     `evaluation.examples=0`."""
@@ -88,6 +89,11 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
     if not len(rows):
         raise DataError(f"data.name={config.name}: the {name} split has no examples.")
     return rows
+
+
+def has_images(config: DataConfig) -> bool:
+    """Return whether the examples may have images, as the attribute `has_images` of the data set says."""
+    return getattr(registry.load("rl.datasets", config.name), "has_images", False)
 
 
 def held_out_rows(rows: Rows, count: int) -> list[dict[str, Any]]:

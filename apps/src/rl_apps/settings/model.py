@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rl_apps.settings.data import GENERATED, GENERATED_PAIRS, DataConfig, load_rows
+from rl_apps.settings.data import GENERATED, GENERATED_PAIRS, DataConfig, has_images, load_rows
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.models.directory import check_model_directory
+from rl_contracts.runtime.run_files import steps_in
 
 if TYPE_CHECKING:
     from rl_apps.embedded.prepare import ModelShape
+    from rl_apps.embedded.vision import VisionShape
 
 EMBEDDED = "embedded"
 """Path of a model that the command builds, and the recipe for it."""
@@ -40,7 +42,8 @@ class ModelConfig:
 
     path: str = EMBEDDED
     """Hugging Face directory, hub id, `embedded` or `embedded-moe`. `embedded` is a tiny model that the command builds
-    and caches; `embedded-moe` has four experts per layer, two of which process each token."""
+    and caches, a vision-language model if the data has images; `embedded-moe` has four experts per layer, two of which
+    process each token."""
     chat_template: str = ""
     """File with a Jinja chat template, or `plain` for models without one (`User: ...`, `Assistant: ...`, after the
     tokenizer's beginning-of-text token). Empty: the template of the model."""
@@ -67,10 +70,15 @@ def as_planned(model: ModelConfig, data: DataConfig) -> Iterator[str]:
             raise ConfigError(str(error).replace(directory, model.path)) from error
 
 
-def _shape_of(model: ModelConfig, data: DataConfig) -> ModelShape:
+def _shape_of(model: ModelConfig, data: DataConfig) -> ModelShape | VisionShape:
     """Return the sizes of a model that the command builds."""
     from rl_apps.embedded.prepare import ModelShape, ScratchRecipe
+    from rl_apps.embedded.vision import VisionShape
 
+    if has_images(data):
+        expected = f"{EMBEDDED}, because data.name={data.name} has images and vision-language models have no experts"
+        require(model.path == EMBEDDED, "model.path", expected, model.path)
+        return VisionShape()
     shape = ModelShape() if data.name in (GENERATED, GENERATED_PAIRS) else ScratchRecipe().shape
     return shape.with_experts(MADE[model.path])
 
@@ -165,6 +173,24 @@ def _snapshot(hub_id: str, setting: str, fetch: bool) -> Path | None:
         ) from error
 
 
+def newest_checkpoint(app: str) -> Path:
+    """Return the newest model checkpoint of the runs of an app in their default directories, `runs/APP/TRIAL`.
+
+    Raises:
+        ModelError: there is none.
+    """
+    root = Path("runs") / app
+    checkpoints = [
+        directory / f"step_{step}" for directory in root.glob("*/checkpoints") for step in steps_in(directory)
+    ]
+    if not checkpoints:
+        raise ModelError(
+            f"model.path={EMBEDDED}: expected a checkpoint of {app} in {root}/*/checkpoints, found none. Run {app} "
+            "first, or set model.path (and recipe=embedded for a checkpoint of the embedded model)."
+        )
+    return max(checkpoints, key=lambda path: path.stat().st_mtime).absolute()
+
+
 def make_model(
     model: ModelConfig, data: DataConfig, seed: int, form: str, lessons: str, warm_up: bool, say: Callable[[str], None]
 ) -> Path:
@@ -187,9 +213,13 @@ def make_model(
         prepare_embedded,
         prepare_from_scratch,
     )
+    from rl_apps.embedded.vision import VisionShape, prepare_vision
     from rl_apps.embedded.warmup import STEPS_WITH_EXPERTS, WarmUp
 
     shape = _shape_of(model, data)
+    if isinstance(shape, VisionShape):
+        rows = load_rows(data, "train", "rl", seed)
+        return prepare_vision((_text_of(row["messages"][-1]) for row in rows), seed, shape, say=say)
     if data.name in (GENERATED, GENERATED_PAIRS):
         training = WarmUp(steps=STEPS_WITH_EXPERTS) if shape.experts else WarmUp()
         recipe = EmbeddedRecipe(lessons=lessons, shape=shape, warm_up=training if warm_up else None)
@@ -204,3 +234,9 @@ def make_model(
     if form == "pairs":
         return prepare_from_scratch((m["content"] for row in rows for m in row["chosen"]), seed, scratch, say=say)
     return prepare_from_scratch((row["messages"][-1]["content"] for row in rows), seed, scratch, say=say)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, without its images."""
+    content = message["content"]
+    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)

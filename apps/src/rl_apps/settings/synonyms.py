@@ -28,6 +28,7 @@ _NAMES = {
     "actor.engine.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
     "actor.engine.lora": "use_lora lora_rank lora_r use_peft peft_config",
     "actor.engine.offload": "param_offload optimizer_offload adam_offload cpu_offload",
+    "actor.freeze": "freeze_vision_tower freeze_vision_encoder freeze_multi_modal_projector freeze_mm_proj",
     "algorithm.advantage.kind": "adv_estimator advantage_estimator",
     "algorithm.advantage.lam": "lambd gae_lambda lmbda",
     "algorithm.advantage.std": "scale_rewards norm_adv_by_std_in_grpo adv_norm",

@@ -140,12 +140,15 @@ def test_faults_are_each_injected_once_before_any_repeats(tmp_path: Path) -> Non
 
 @pytest.mark.guarantee("Kills of a server, a trainer and the launcher lose no prompt and repeat none.", area="prompts")
 @pytest.mark.nightly  # test_clusters_learn.py and test_trainer_restarts.py test each kind of kill
+@pytest.mark.parametrize("data", ["word-problems", "drawn-scenes"])
 def test_local_run_with_three_kills_uses_every_prompt_once(
-    model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+    data: str, model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Kill a server, a trainer and the launcher once each."""
+    """Kill a server, a trainer and the launcher once each, with and without images."""
     run_dir, prompts, epochs = tmp_path / "run", 120, 2
-    small = {"allocation": "embedded:d1+fsdp:d1", "recover.every": 1}
+    small = {"allocation": "embedded:d1+fsdp:d1", "recover.every": 1, "data.name": data}
+    if data == "drawn-scenes":  # the command builds a vision-language model
+        model, small["rollout.reward"] = Path("embedded"), "chaos:scene_reward"
     command = chaos.grpo_command(model, run_dir, prompts, epochs, **small)
     part = chaos.ChaosRun(command, run_dir, tmp_path / "chaos.log", 3, 3, fault_interval=(2, 5), once=True, kinds=KILLS)
     part.run(seconds=240)

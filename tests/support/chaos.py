@@ -48,12 +48,20 @@ STUCK_SECONDS = 240.0
 
 
 def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
-    """Fail for a tenth of the prompts, and return equal rewards for a third, which dynamic sampling rejects.
+    """Fail for a tenth of the prompts, and return equal rewards for a third, which dynamic sampling rejects."""
+    return _reward(zlib.crc32(prompt.encode()) % 30, completion_ids)
 
-    The delay takes most of the time of a step, so that a run takes minutes on every machine.
-    """
+
+def scene_reward(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, answer: str, **_: Any
+) -> float:
+    """Fail for scenes with one shape, and return equal rewards for those with two; their questions are the same."""
+    return _reward({"1": 0, "2": 3}.get(answer, 13), completion_ids)
+
+
+def _reward(kind: int, completion_ids: list[int]) -> float:
+    """Return a reward after a delay, which takes most of the time of a step, so that a run takes minutes."""
     time.sleep(0.05)
-    kind = zlib.crc32(prompt.encode()) % 30
     if kind < 3:
         raise RewardError("injected fault")
     return 1.0 if kind < 13 else float(sum(completion_ids) % 2)

@@ -157,9 +157,9 @@ def _run_step(gate, fleet, seed=0):
     return metrics | gate.after_commit(fleet.receipt())
 
 
-def _gate(fleet, loop, served="float32", **settings):
+def _gate(fleet, loop, served="float32", image_token=None, **settings):
     fleet.engine.version = 1
-    return GapGate(fleet.engine, fleet, loop, GapConfig(**settings), served=served, trained="float32")
+    return GapGate(fleet.engine, fleet, loop, GapConfig(**settings), served=served, image_token=image_token)
 
 
 def _run_until_error(gate, fleet, comparisons):
@@ -301,6 +301,18 @@ def test_gate_completions_are_generated_with_the_images_of_prompts(engine, loop,
 
     assert sorted(map(len, fleet.images)) == [0] * 5 + [1] * 3
     assert metrics["gap/fresh_tokens"] == 16
+
+
+def test_gate_completions_with_a_placeholder_of_an_image_are_omitted(engine, loop, regenerate_after):
+    regenerate_after(1)
+    fleet, batch = ImageFleet(engine), _exact_batch(engine)
+    gate = _gate(fleet, loop, image_token=8, sequences=8)
+    set_images(batch, [(Image(b"image", 1, 1),)] * 8)
+
+    metrics = gate.before_update(batch)
+
+    assert len(fleet.images) == 8
+    assert metrics["gap/fresh_tokens"] == 0
 
 
 @pytest.mark.parametrize(("replicas", "seed"), [(2, 0), (3, 1), (4, 2)])

@@ -29,6 +29,7 @@ from rl_contracts import registry
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import FinetuneSpec, ServeSpec
 from rl_contracts.errors import InferenceError, RLError
+from rl_contracts.models.directory import image_token
 from rl_contracts.reward_worker import AsyncRewardWrapper
 from rl_contracts.runtime.aio import LoopThread
 from rl_contracts.runtime.logging import get_logger
@@ -326,7 +327,8 @@ class Components(ExitStack):
         sharing = None
         if self.run.layout.shared:
             sharing = rl_trainers.MemorySharing(engine, client, loop, config.publish.timeout)
-        gap = rl_trainers.GapGate(engine, client, loop, config.gap, dtype, client.served_dtype, sharing)
+        token = image_token(config.model.directory())
+        gap = rl_trainers.GapGate(engine, client, loop, config.gap, dtype, client.served_dtype, sharing, token)
         return rl_trainers.ServerSync(run_log, self.add(publisher), gap, sharing)
 
     def completion_evaluations(

@@ -90,6 +90,8 @@ class Experiments:
     """Client of the servers."""
     loop: LoopThread
     """Thread that runs the client's coroutines."""
+    image_token: int | None = None
+    """Token that a vision-language model replaces by image features; None for a model of texts."""
 
     @staticmethod
     def compared(sequences: TensorDict) -> torch.Tensor:
@@ -208,6 +210,8 @@ class Experiments:
             new: whether to reverse each prompt, so that no server can have its prefix in a cache. Prompts with images
                 cannot be reversed, so their sequences are omitted.
 
+        Completions with a placeholder of an image are omitted, because it has no image.
+
         Raises:
             RLError: the servers did not reply to one of the requests; raised on every rank.
         """
@@ -229,10 +233,14 @@ class Experiments:
         )
         tensors = self._broadcast_from_leader(
             self._request_on_leader(requests),
-            lambda trajectories: batch_to_tensors(stack(trajectories)),
+            lambda rows: batch_to_tensors(stack([row for row in rows if self._has_all_images(row)])),
             "generating completions for the log-prob gap gate",
         )
         return batch_from_tensors(tensors)
+
+    def _has_all_images(self, trajectory: Trajectory) -> bool:
+        """Return whether the completion has no placeholder of an image."""
+        return self.image_token is None or self.image_token not in trajectory.input_ids[trajectory.versions >= 0]
 
     def gap_of_regenerated(self, sequences: TensorDict, new: bool) -> LogprobGap | None:
         """Return the log-prob gap of completions that `regenerate` generates now, or None if `regenerate` fails."""

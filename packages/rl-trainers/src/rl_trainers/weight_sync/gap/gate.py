@@ -49,6 +49,7 @@ class GapGate:
         config: thresholds.
         trained, served: names of the dtypes in which the trainer and the servers compute.
         sharing: wakes sleeping servers when the gate needs them, or None if servers never sleep.
+        image_token: token that a vision-language model replaces by image features; None for a model of texts.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class GapGate:
         trained: str = "float32",
         served: str = "float32",
         sharing: MemorySharing | None = None,
+        image_token: int | None = None,
     ) -> None:
         from rl_trainers.weight_sync.gap.experiments import Experiments
 
         self.config, self.inference = config, inference
-        experiments = Experiments(engine, inference, loop)
+        experiments = Experiments(engine, inference, loop, image_token)
         self.measurements = Measurements(experiments, config, trained, served, sharing)
         self._recorded, self._scores = RecordedCheck(self.measurements), ScoreCheck(self.measurements)
         self._missing_recorded = False

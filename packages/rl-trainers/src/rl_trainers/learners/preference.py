@@ -87,7 +87,7 @@ def _render_side(
         raise DataError(f"example {name}: expected `{side}` to end with an assistant turn, found {messages!r:.80}.")
     if has_images(messages):
         raise DataError(f"example {name}: `{side}` has images, but preference training reads only text; remove them.")
-    ids, mask = render_conversation(renderer, messages, row.get("tools"), f"example {name}: `{side}`")
+    ids, mask, _ = render_conversation(renderer, messages, row.get("tools"), f"example {name}: `{side}`")
     if len(ids) > max_length and not truncate:
         raise DataError(
             f"example {name}: `{side}` has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit "

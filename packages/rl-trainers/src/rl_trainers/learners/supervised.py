@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_contracts.batch.redistribution import shard_batch
 from rl_contracts.batch.trajectory import UNIT_KEY, Trajectory, stack, validate
-from rl_contracts.chat.image_messages import images_in
+from rl_contracts.chat.image_messages import images_in, with_read_images
 from rl_contracts.engine import LossFn, LossWeightFn, TrainEngine
 from rl_contracts.errors import ConfigError, DataError
 from rl_trainers.algorithms.functional.value_and_preference_losses import cross_entropy_loss
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.chat.rendering import ChatRenderer
+    from rl_contracts.images import Image
 
 __all__ = ["DataSource", "LossEvaluation", "LossLearner", "shard_sequences", "supervised_sequences"]
 
@@ -45,8 +46,7 @@ def supervised_sequences(
     result = []
     for index, row in enumerate(rows):
         name = row.get("prompt_id", index)
-        ids, mask = render_conversation(renderer, row["messages"], row.get("tools"), f"example {name}")
-        images = images_in(row["messages"])
+        ids, mask, images = render_conversation(renderer, row["messages"], row.get("tools"), f"example {name}")
         if len(ids) > max_length and (images or not truncate):  # a cut could separate an image from its placeholders
             raise DataError(
                 f"example {name} has {len(ids)} tokens, more than data.max_length={max_length}; raise the limit or "
@@ -76,18 +76,20 @@ def supervised_sequences(
 
 def render_conversation(
     renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str
-) -> tuple[list[int], list[bool]]:
-    """Check that the chat template renders all of a conversation, and return the result of `render_sft`.
+) -> tuple[list[int], list[bool], tuple[Image, ...]]:
+    """Check that the chat template renders all of a conversation; return the result of `render_sft` and the images.
 
     Args:
         where: name of the conversation, for messages.
 
     Raises:
-        DataError: the template omits content or rejects the conversation. The message begins with `where`.
+        DataError: the template omits content or rejects the conversation, or an image cannot be read. The message
+            begins with `where`.
     """
     try:
-        renderer.require_rendered(messages, tools)
-        return renderer.render_sft(messages, tools)
+        read = with_read_images(messages)  # each image once
+        renderer.require_rendered(read, tools)
+        return *renderer.render_sft(read, tools), images_in(read)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 

@@ -205,12 +205,12 @@ class Experiments:
     def regenerate(self, sequences: TensorDict, new: bool = False) -> TensorDict:
         """Generate completions of the sequences' prompts on the servers now, as tokens of the current version.
 
+        Completions with a placeholder of an image are omitted: it has no image, so the trainer cannot read it.
+
         Args:
             sequences: the sequences with the prompts.
             new: whether to reverse each prompt, so that no server can have its prefix in a cache. Prompts with images
                 cannot be reversed, so their sequences are omitted.
-
-        Completions with a placeholder of an image are omitted, because it has no image.
 
         Raises:
             RLError: the servers did not reply to one of the requests; raised on every rank.
@@ -233,12 +233,12 @@ class Experiments:
         )
         tensors = self._broadcast_from_leader(
             self._request_on_leader(requests),
-            lambda rows: batch_to_tensors(stack([row for row in rows if self._has_all_images(row)])),
+            lambda trajectories: batch_to_tensors(stack(list(filter(self._is_readable, trajectories)))),
             "generating completions for the log-prob gap gate",
         )
         return batch_from_tensors(tensors)
 
-    def _has_all_images(self, trajectory: Trajectory) -> bool:
+    def _is_readable(self, trajectory: Trajectory) -> bool:
         """Return whether the completion has no placeholder of an image."""
         return self.image_token is None or self.image_token not in trajectory.input_ids[trajectory.versions >= 0]
 

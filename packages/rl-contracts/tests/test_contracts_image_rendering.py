@@ -119,10 +119,10 @@ def test_append_turn_with_the_token_of_features_is_rejected(
         renderer.append_turn(renderer.render([question("?")]), [question(*images, token)])
 
 
-def test_reject_placeholders_accepts_tokens_around_an_image(renderer: ChatRenderer, processor: Any) -> None:
+def test_count_placeholders_ignores_tokens_around_an_image(renderer: ChatRenderer, processor: Any) -> None:
     around = processor.image_token_ids[1:]  # for example <img>, which is a tag of HTML, too
 
-    renderer.reject_placeholders(around)
+    assert renderer.count_placeholders(around) == 0
 
 
 def test_render_text_with_a_placeholder_of_its_own_is_rejected(renderer: ChatRenderer, processor: Any) -> None:

@@ -19,9 +19,9 @@ def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:
         ModelError: the model is neither a directory nor in the hub or its cache, or transformers does not support it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    from rl_contracts.images.features import has_vision
+    from rl_contracts.images.features import auto_class
 
     config = run.config
     if config.model.path in MADE:
@@ -31,8 +31,7 @@ def read_sizes(run: Run[GRPOConfig], form: str, lessons: str) -> ModelSizes:
     try:
         model_config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            kind = AutoModelForImageTextToText if has_vision(model_config) else AutoModelForCausalLM
-            model = kind.from_config(model_config)
+            model = auto_class(model_config).from_config(model_config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path={path}: expected a directory with a config.json file, or the hub id of a model; found: "

@@ -6,8 +6,9 @@ the other images.
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -19,11 +20,23 @@ from rl_contracts.errors import DataError, ModelError
 from rl_contracts.images import Image, open_images
 from rl_contracts.models.directory import IMAGE_TOKENS
 
-__all__ = ["ImageFeatures", "ImageProcessor", "has_vision", "join_features", "placeholder_id"]
+__all__ = [
+    "TOKEN_TYPES",
+    "ImageFeatures",
+    "ImageProcessor",
+    "RotaryPositions",
+    "auto_class",
+    "has_vision",
+    "join_features",
+    "placeholder_id",
+    "text_attention",
+]
 
 CACHE_BYTES = 2**30
 """Maximum size of the features kept in host memory."""
-_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names under which models take the token types: 1 for placeholders of images, 0 for other tokens."""
+_TOKENS = ("input_ids", "attention_mask", *TOKEN_TYPES)
 """Outputs of a processor that describe tokens, not images."""
 
 
@@ -106,6 +119,61 @@ class ImageProcessor:
             raise DataError(f"images of {sizes} pixels: the processor of the model rejects them: {error}") from error
         tensors = {name: value for name, value in output.items() if isinstance(value, Tensor) and name not in _TOKENS}
         return ImageFeatures(tensors, output["input_ids"][0].tolist())
+
+
+class RotaryPositions:
+    """Rotary positions of sequences with images, from the model's hook `compute_3d_position_ids` if it has one.
+
+    Args:
+        model: model of `AutoModelForImageTextToText`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._placeholder = placeholder_id(model.config)
+        self._hook = getattr(model.base_model, "compute_3d_position_ids", None)
+        self._parameters = {} if self._hook is None else inspect.signature(self._hook).parameters
+        self.axes = 1 if self._hook is None else 3
+        """Number of positions of a token: 1, or 3 for time, height and width."""
+
+    def __call__(self, ids: Tensor, features: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions of one sequence, int64 [axes, L], on the host.
+
+        Args:
+            ids: tokens of the sequence, int64 [L].
+            features: `ImageFeatures.tensors` of its images.
+        """
+        index = torch.arange(len(ids)).expand(self.axes, -1)
+        if self._hook is None:
+            return index
+        values = {"input_ids": ids[None], "mm_token_type_ids": (ids == self._placeholder).long()[None], **features}
+        required = {name: None for name, value in self._parameters.items() if value.default is value.empty}
+        given = {name: value for name, value in values.items() if name in self._parameters}
+        positions = self._hook(**required | given)
+        return index if positions is None else positions[:, 0].cpu()
+
+    def as_argument(self, positions: Tensor) -> Tensor:
+        """Return positions [axes, N] as the argument `position_ids` of the model: [1, N] or [3, 1, N]."""
+        return positions if self._hook is None else positions[:, None]
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class of transformers for a language model or vision-language model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+
+
+def text_attention(config: Any, name: str) -> str | dict[str, str]:
+    """Return the value of `attn_implementation` that sets only the attention of text; a vision encoder keeps its own.
+
+    Args:
+        config: configuration of transformers.
+        name: registered attention function.
+    """
+    if not has_vision(config):
+        return name
+    text_config = config.get_text_config()
+    return {part: name for part in config.sub_configs if getattr(config, part) is text_config}
 
 
 def has_vision(config: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_contracts.errors import ModelError
-from rl_contracts.images.features import has_vision
+from rl_contracts.images.features import auto_class, text_attention
 from rl_contracts.models.attention_windows import other_layers
 from rl_contracts.models.config_files import quiet_transformers, read_config
 from rl_contracts.runtime.logging import get_logger
@@ -99,19 +99,14 @@ def empty_model(config: Any, head: str = "lm") -> nn.Module:
 
 def packed_implementation(config: Any) -> str | dict[str, str]:
     """Return the value of `attn_implementation` for packed sequences. A vision encoder keeps its own attention."""
-    if not has_vision(config):
-        return attention.NAME
-    text_config = config.get_text_config()
-    return {name: attention.NAME for name in config.sub_configs if getattr(config, name) is text_config}
+    return text_attention(config, attention.NAME)
 
 
 def _factory(config: Any, head: str) -> Any:
     """Return the auto class of transformers for a configuration and head."""
     import transformers
 
-    if head != "lm":
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    return auto_class(config) if head == "lm" else transformers.AutoModelForSequenceClassification
 
 
 def check_same_weights(path: str, loaded: Iterable[tuple[str, Tensor]], expected: Iterable[tuple[str, Tensor]]) -> None:

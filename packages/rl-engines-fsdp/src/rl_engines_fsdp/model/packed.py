@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rl_contracts.errors import ModelError
+from rl_contracts.images.features import TOKEN_TYPES
 from rl_contracts.models.fused_logprobs import HeadOptions, LogitTransform, token_logprobs
 from rl_engines_fsdp.model import lora
 from rl_engines_fsdp.model.attention import Segments, packed_rows
 from rl_engines_fsdp.model.balance import RouterBalance, balance_coefficient
 from rl_engines_fsdp.model.rope import RowFrequencies
-from rl_engines_fsdp.model.vision import TYPES, VisionInputs
+from rl_engines_fsdp.model.vision import VisionInputs
 from rl_engines_fsdp.ranks.layout import TokenSplit
 
 PREFIX = "model."
@@ -90,7 +91,7 @@ class PackedModel(nn.Module):
         positions = vision["position_ids"]
         ids, positions, packed = self.split.padded(input_ids, positions, segments)
         missing = len(ids) - len(input_ids)
-        types = {name: pad(vision[name], (0, missing)) for name in TYPES if name in vision}
+        types = {name: pad(vision[name], (0, missing)) for name in TOKEN_TYPES if name in vision}
         inputs = vision | types | {"input_ids": ids[None], "position_ids": positions}
         with self._own_tokens():
             outputs = self.model.base_model(**inputs, use_cache=False, packed=packed_rows(packed))

@@ -1,7 +1,6 @@
 """Inputs of vision-language models for packed sequences: image features, token types and positions.
 
-No family is named here. The model itself replaces placeholders by features, and its hook `compute_3d_position_ids`, if
-it has one, computes positions.
+No family is named here. The model itself replaces placeholders by features, and computes positions.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from rl_contracts.batch.image_entries import ImageRows
 from rl_contracts.data import VISION_PARTS
 from rl_contracts.errors import EngineError, ModelError
 from rl_contracts.images import Image
-from rl_contracts.images.features import ImageProcessor, join_features, placeholder_id
-
-TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names under which models take the token types: 1 for placeholders of images, 0 for other tokens."""
+from rl_contracts.images.features import TOKEN_TYPES, ImageProcessor, RotaryPositions, join_features, placeholder_id
 
 MERGER = "merger"
 """Word in the names of projectors that are modules of the vision tower, instead of modules next to it."""
@@ -66,11 +62,9 @@ class VisionInputs:
     """
 
     def __init__(self, model: Any, processor: ImageProcessor) -> None:
-        self._model, self._processor = model.base_model, processor
-        self._placeholder = placeholder_id(model.config)
-        self._names = inspect.signature(type(self._model).forward).parameters
-        self._hook = getattr(self._model, "compute_3d_position_ids", None)
-        self._hook_parameters = {} if self._hook is None else inspect.signature(self._hook).parameters
+        self._processor, self._placeholder = processor, placeholder_id(model.config)
+        self._names = inspect.signature(type(model.base_model).forward).parameters
+        self._positions = RotaryPositions(model)
         self.bidirectional = False
         """True if the tokens of an image attend to each other in both directions."""
 
@@ -105,9 +99,9 @@ class VisionInputs:
         sequences = input_ids.split([*lengths])
         features = [self._features(ids, row) for ids, row in zip(sequences, images or [()] * len(lengths), strict=True)]
         parts = [part for part in features if part]
-        types = {name: (input_ids == self._placeholder).long()[None] for name in TYPES if name in self._names}
+        types = {name: (input_ids == self._placeholder).long()[None] for name in TOKEN_TYPES if name in self._names}
         positions = torch.cat([self._positions(*pair) for pair in zip(sequences, features, strict=True)], -1)
-        return {"position_ids": positions, **types, **join_features(parts)}
+        return {"position_ids": self._positions.as_argument(positions), **types, **join_features(parts)}
 
     def _features(self, ids: Tensor, images: tuple[Image, ...]) -> dict[str, Tensor]:
         found = int((ids == self._placeholder).sum())
@@ -122,13 +116,3 @@ class VisionInputs:
                 f"images need {expected}. Reject completions with placeholders, and do not truncate inside an image."
             )
         return {name: value for name, value in tensors.items() if name in self._names}
-
-    def _positions(self, ids: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """Return the positions of one sequence, int64 [1, L] or [3, 1, L]."""
-        if self._hook is None:
-            return torch.arange(len(ids))[None]
-        values = {"input_ids": ids[None], "mm_token_type_ids": (ids == self._placeholder).long()[None], **features}
-        required = {name: None for name, value in self._hook_parameters.items() if value.default is value.empty}
-        given = {name: value for name, value in values.items() if name in self._hook_parameters}
-        positions = self._hook(**required | given)
-        return torch.arange(len(ids)).expand(3, 1, -1) if positions is None else positions.cpu()

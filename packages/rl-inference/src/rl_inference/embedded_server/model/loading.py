@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rl_contracts.data import ServeSpec
 from rl_contracts.errors import ModelError
 from rl_contracts.images import read_image
-from rl_contracts.images.features import ImageProcessor, has_vision
+from rl_contracts.images.features import ImageProcessor, auto_class, has_vision, text_attention
 from rl_contracts.models.attention_windows import other_layers, short_windows
 from rl_contracts.models.cpu_matmul import use_faster_matmul
 from rl_contracts.runtime.logging import get_logger
@@ -55,7 +55,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
                 f"{path}: deterministic runs support only text models, found a vision-language model; set "
                 "deterministic=false"
             )
-        loaded: Any = _factory(hf_config).from_pretrained(
+        loaded: Any = auto_class(hf_config).from_pretrained(
             path,
             config=hf_config,
             dtype=getattr(torch, config.dtype),
@@ -96,17 +96,9 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     return result
 
 
-def _factory(config: Any) -> Any:
-    """Return the auto class of transformers for a configuration."""
-    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-
-
 def slot_implementation(config: Any) -> str | dict[str, str]:
     """Return the value of `attn_implementation` for decode slots. A vision encoder keeps its own attention."""
-    if not has_vision(config):
-        return IMPLEMENTATION
-    text_config = config.get_text_config()
-    return {name: IMPLEMENTATION for name in config.sub_configs if getattr(config, name) is text_config}
+    return text_attention(config, IMPLEMENTATION)
 
 
 def _usable_positions(path: Path, config: Any, requested: int) -> int:
@@ -134,7 +126,7 @@ def _usable_positions(path: Path, config: Any, requested: int) -> int:
 
 def _check_class(config: Any) -> None:
     """Check that the model class lets its attention be replaced, before a model is created."""
-    kind: Any = _factory(config)._model_mapping.get(type(config), None)
+    kind: Any = auto_class(config)._model_mapping.get(type(config), None)
     if kind is not None and not kind._can_set_attn_implementation():
         raise ModelError(_no_attention(kind.__name__))
 

@@ -18,12 +18,10 @@ import torch
 
 from rl_contracts.errors import InferenceError
 from rl_contracts.images import Image
-from rl_contracts.images.features import ImageProcessor, placeholder_id
+from rl_contracts.images.features import TOKEN_TYPES, ImageProcessor, RotaryPositions, placeholder_id
 
 CACHE_BYTES = 256 * 2**20
 """Maximum size of the encoded images that are kept for later prompts."""
-_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names under which models take the token types: 1 for placeholders of images, 0 for other tokens."""
 
 
 @dataclass(eq=False)
@@ -99,9 +97,9 @@ class VisionModel:
         self.decoder = model.get_decoder()
         self._names = inspect.signature(type(model.base_model).forward).parameters
         self._placeholder = placeholder_id(model.config)
-        self._hook = getattr(model.base_model, "compute_3d_position_ids", None)
+        self._rotary = RotaryPositions(model)
         self._cache: OrderedDict[tuple[str, ...], Encoded] = OrderedDict()
-        self.axes = 1 if self._hook is None else 3
+        self.axes = self._rotary.axes
         """Number of rotary positions of a token."""
 
     def image_ids(self, images: tuple[Image, ...]) -> list[int]:
@@ -156,18 +154,10 @@ class VisionModel:
         return [*accumulate((len([*run]) for is_placeholder, run in runs if is_placeholder), initial=0)]
 
     def _positions(self, prompt: list[int], features: dict[str, torch.Tensor]) -> torch.Tensor:
-        if self._hook is None:
-            return torch.arange(len(prompt))[None]
-        ids = torch.tensor(prompt)[None]
-        values = {"input_ids": ids, "mm_token_type_ids": (ids == self._placeholder).long(), **features}
-        parameters = inspect.signature(self._hook).parameters
-        arguments: dict[str, Any] = {name: None for name, value in parameters.items() if value.default is value.empty}
-        arguments |= {name: value for name, value in values.items() if name in parameters}
         try:
-            positions = self._hook(**arguments)
+            return self._rotary(torch.tensor(prompt), features)
         except (RuntimeError, ValueError, IndexError) as error:
             raise InferenceError(f"input_ids: the model finds no rotary positions for its images: {error}") from error
-        return torch.arange(len(prompt)).expand(3, -1) if positions is None else positions[:, 0].cpu()
 
     def encode(self, prompt: PromptImages) -> Encoded:
         """Return the embeddings of a prompt's images with the current weights, from the cache if possible."""
@@ -196,7 +186,7 @@ class VisionModel:
         """Return the inputs of transformers' forward pass over a prompt."""
         device = self._model.device
         tokens = torch.tensor(ids, device=device)[None]
-        inputs = {name: (tokens == self._placeholder).long() for name in _TYPES if name in self._names}
+        inputs = {name: (tokens == self._placeholder).long() for name in TOKEN_TYPES if name in self._names}
         for name, value in prompt.features.items():
             inputs[name] = value.to(device, self._model.dtype if value.is_floating_point() else None)
         return {"input_ids": tokens, **inputs}
@@ -230,7 +220,7 @@ class VisionModel:
                 mask = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
                 mask[0, images.indices] = True
                 deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(images.encoded.deep)}
-        positions = images.rotary if self._hook is None else images.rotary[:, None]
+        positions = self._rotary.as_argument(images.rotary)
         hidden = self.decoder(inputs_embeds=embeddings, position_ids=positions, use_cache=False, **deepstack)[0]
         logits: torch.Tensor = self._model.get_output_embeddings()(hidden)[0]
         return logits

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,30 @@ def test_configure_bracket_shows_role_and_rank_if_set(
     get_logger("x").warning("hello")
 
     assert capsys.readouterr().err.endswith(f" WARNING {bracket}rl.x: hello\n")
+
+
+class Terminal(io.StringIO):
+    """Stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_configure_terminal_shows_components_in_stable_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    configure()
+
+    for name in ("trainers", "trainers.gap", "launcher"):
+        get_logger(name).info("hello")
+    monkeypatch.setenv("NO_COLOR", "1")
+    get_logger("trainers").info("plain")
+
+    *colored, plain = terminal.getvalue().splitlines()
+    colors = [re.search(r" INFO \x1b\[(\d+)mrl\.[a-z.]+\x1b\[0m: hello$", line)[1] for line in colored]  # type: ignore[index]
+    assert colors[0] == colors[1] != colors[2]
+    assert "\x1b" not in plain
 
 
 def test_configure_twice_uses_second_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from rl_contracts.batch.parallel import ParallelContext
 from rl_contracts.errors import EngineError
+from rl_contracts.testing.processes import DEVICE_VARIABLE, run_ranks
 
 PROGRAM = """
 import json, sys
@@ -174,3 +176,11 @@ def test_one_rank_needs_no_process_group() -> None:
         context.agree(EngineError("local"), "saving")
     with pytest.raises(OSError, match="no such file"), context.agree_on_errors("opening"):
         raise OSError("no such file")
+
+
+def test_run_ranks_with_fewer_gpus_than_ranks_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    with pytest.raises(pytest.skip.Exception, match="needs 2 CUDA devices"):
+        run_ranks(tmp_path / "unused.py", [], 2)

@@ -6,12 +6,14 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from rl_contracts import registry
-from rl_contracts.config import field_docstrings
+from rl_contracts.config import ComponentConfig, field_docstrings
 from rl_contracts.errors import ConfigError, RLError
 
 GROUP = "rl.rewards"
@@ -65,6 +67,19 @@ def test_load_unknown_name_lists_installed_names_and_package() -> None:
 def test_load_project_engine_not_installed_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "available", lambda group: {"fsdp": "rl_engines_fsdp.engine:FSDPEngine"})
     assert "Install rl-engines-megatron, or " in registry.unknown_name_error("megatron", "rl.train_engines")
+
+
+@dataclass
+class _RewardConfig(ComponentConfig):
+    group: ClassVar[str] = GROUP
+    setting: ClassVar[str] = "reward"
+
+
+def test_require_installed_reports_unknown_names_without_importing() -> None:
+    registry.require_installed(_RewardConfig("fixture_good+fixture_no_module+my_module:f"))
+    registry.require_installed(_RewardConfig("none"))
+    with pytest.raises(ConfigError, match="did you mean 'fixture_good'"):
+        registry.require_installed(_RewardConfig("fixture_nested+fixture_god"))
 
 
 def test_load_from_unknown_group_reports_nothing_installed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,9 @@ class ModelRequest:
     images: tuple[Image, ...] = ()
     """Images of the prompt, in the order of their placeholders in `input_ids`. Requires a server with
     `Capabilities.images`."""
+    on_tokens: Callable[[Sequence[int]], None] | None = None
+    """Function that an engine may call with all tokens received so far, on its event loop, to show a completion while
+    it is generated. None: no such calls."""
 
 
 @dataclass(slots=True)

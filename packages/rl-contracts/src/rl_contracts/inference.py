@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from rl_contracts.config import ClientConfig, Settings, require
@@ -139,8 +139,13 @@ class ServerConfig(Settings):
             ConfigError: two settings conflict; the message names both and the fix.
         """
 
-    def max_concurrent_completions(self) -> int | None:
-        """Return the maximum number of concurrent completions per server, or None if only memory limits it."""
+    def max_concurrent_completions(self, device: str = "cpu", memory: float = 0.0) -> int | None:
+        """Return the maximum number of concurrent completions per server, or None if only memory limits it.
+
+        Args:
+            device: `cpu`, `cuda`, or the name of a GPU, such as `H100`.
+            memory: bytes of memory of the device; 0 if unknown.
+        """
         return None
 
     def cache_bytes(self, memory: float, weights: float) -> float:
@@ -151,6 +156,14 @@ class ServerConfig(Settings):
             weights: bytes of model weights on the device.
         """
         return max(0.9 * memory - weights, 0.0)
+
+    def sleeping_bytes(self, memory: float, weights: float) -> float:
+        """Return the bytes of a device that a server keeps while it sleeps, for `rl plan`: by default all its bytes.
+
+        Args:
+            memory, weights: see `cache_bytes`.
+        """
+        return weights + self.cache_bytes(memory, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +271,7 @@ class Canary:
 
 
 class InferenceEngine(ABC):
-    """Client of all servers of one role. Its coroutines must run on one event loop.
+    """Client of all servers of one role. Its coroutines must run on one event loop. `async with` ends with `destroy`.
 
     The client does all retries: a request that a server loses is resumed on another server with the tokens received so
     far. A deadline limits the time without progress (no token, no byte), not the duration of a completion.
@@ -465,6 +478,12 @@ class InferenceEngine(ABC):
     @abstractmethod
     async def destroy(self) -> None:
         """Close all connections. Waiting requests fail with an `InferenceError`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.destroy()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

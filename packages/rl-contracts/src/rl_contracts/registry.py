@@ -26,7 +26,7 @@ from rl_contracts.errors import ConfigError, raised_at
 if TYPE_CHECKING:
     from rl_contracts.config import ComponentConfig
 
-__all__ = ["available", "load", "load_component", "load_components", "settings"]
+__all__ = ["available", "load", "load_component", "load_components", "require_installed", "settings"]
 
 KNOWN_PACKAGES: dict[str, str] = {
     "rl.train_engines": "rl-engines-fsdp rl-engines-megatron",
@@ -83,6 +83,16 @@ def settings(group: str, name: str) -> type:
     return settings_class
 
 
+def require_installed(config: ComponentConfig) -> None:
+    """Require that the names of the components exist. This imports nothing.
+
+    Raises:
+        ConfigError: a name is neither installed nor a dotted path.
+    """
+    for kind in _kinds(config):
+        _target(config.group, kind)
+
+
 def load_components(config: ComponentConfig) -> list[Any]:
     """Return the components that the settings select, with their options bound; empty for `kind=none`.
 
@@ -94,7 +104,7 @@ def load_components(config: ComponentConfig) -> list[Any]:
             option is missing.
     """
     constants, components, accepted = config.constants(), [], set[str]()
-    for kind in config.kind.split("+") if config.kind != "none" else ():
+    for kind in _kinds(config):
         factory = load(config.group, kind)
         parameters = {n: p for n, p in inspect.signature(factory).parameters.items() if p.kind is p.KEYWORD_ONLY}
         missing = sorted(n for n, p in parameters.items() if p.default is p.empty and n not in constants)
@@ -114,6 +124,11 @@ def load_components(config: ComponentConfig) -> list[Any]:
             f"another kind with {config.setting}.options.<name>=null."
         )
     return components
+
+
+def _kinds(config: ComponentConfig) -> list[str]:
+    """Return the names that the settings select."""
+    return config.kind.split("+") if config.kind != "none" else []
 
 
 def load_component(config: ComponentConfig, optional: bool = False) -> Any:

@@ -76,6 +76,9 @@ class RewardFunction(Protocol):
 
     The attribute `scores_gold = True` promises that the text of an example's `answer` has the reward 1. Commands check
     this for all examples before a run.
+
+    The attribute `extract_answer` is a function `(completion) -> answer`: the text of the answer that a completion
+    gives, or None. Equal answers should have equal texts. Evaluation uses it for the majority vote of `maj@k`.
     """
 
     def __call__(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rl_contracts.batch.trajectory import Trajectory
     from rl_contracts.runtime.metrics import Metrics
+    from rl_contracts.workflow import RolloutWorkflow
 
 __all__ = ["RolloutRuntime"]
 
@@ -58,7 +59,13 @@ class RolloutRuntime(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+    def evaluate(
+        self,
+        data: Sequence[dict[str, Any]],
+        generation: GenerationConfig,
+        n: int = 1,
+        workflow: RolloutWorkflow | None = None,
+    ) -> list[Trajectory]:
         """Generate `n` completions per example with the current version (collective).
 
         The counters of the runtime in `stats` do not include these completions.
@@ -70,6 +77,7 @@ class RolloutRuntime(ABC):
             data: examples to evaluate.
             generation: sampling settings.
             n: completions per example.
+            workflow: workflow of these episodes, for example with another reward; None for the one of the training.
 
         Returns:
             on every rank, the trajectories of this rank's examples, in order; each has a reward.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rl_contracts.errors import ConfigError
+from rl_contracts.runtime.terminal import colored
 
 ROOT = "rl"
 """Name of the parent of all project loggers; the root logger and other libraries' loggers stay unchanged."""
@@ -39,7 +40,8 @@ def configure(
     """Send the lines of all project loggers to one handler. A second call replaces the handler of the first.
 
     A line reads `2026-01-31 12:00:00.000 INFO [actor/0] rl.trainer: message`, without the bracket if neither role nor
-    rank is set. An identical warning or error is shown at growing intervals.
+    rank is set. In a terminal, the name of each component has its own color, unless `NO_COLOR` is set. An identical
+    warning or error is shown at growing intervals.
 
     Args:
         level: lowest level to show, by name or number; None uses the level in `RL_LOG_LEVEL`, or INFO.
@@ -64,7 +66,8 @@ def configure(
     # A percent sign in a role would otherwise be read as a field of the format.
     bracket = f"[{source}] ".replace("%", "%%") if source else ""
     line = f"%(asctime)s.%(msecs)03d %(levelname)s {bracket}%(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
+    formatter = _TerminalFormatter if file is None else logging.Formatter
+    handler.setFormatter(formatter(line, "%Y-%m-%d %H:%M:%S"))
     logger = logging.getLogger(ROOT)
     for previous in [existing for existing in logger.handlers if existing.name == ROOT]:
         logger.removeHandler(previous)
@@ -114,3 +117,13 @@ class _StandardErrorHandler(logging.StreamHandler):
     @property
     def stream(self) -> TextIO:
         return sys.stderr
+
+
+class _TerminalFormatter(logging.Formatter):
+    """Formatter that colors the names of components if standard error is a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        component = record.name.removeprefix(f"{ROOT}.").partition(".")[0]
+        shown = copy.copy(record)
+        shown.name = colored(record.name, component, sys.stderr)
+        return super().format(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -76,6 +77,14 @@ def control_groups(controller: str, listing: Path, mount: Path) -> Iterator[tupl
 def url_of(host: str, port: int | None) -> str:
     """Return `http://host:port`, with brackets around an IPv6 address."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a server that listens on `host` can be reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a host name
+        return False
 
 
 def reachable_host(host: str) -> str:

@@ -202,16 +202,35 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "Evaluation": {
-        "eval/accuracy": ("fraction", "held-out episodes with reward 1, or held-out pairs that were judged correctly"),
+        "eval/accuracy": (
+            "fraction",
+            "held-out episodes with reward 1, if all rewards are 0 or 1; or held-out pairs that were judged correctly",
+        ),
         "eval/reward": ("reward", "mean reward of held-out episodes"),
+        "eval/standard_error": (
+            "reward",
+            "standard error of `eval/reward` over examples; the completions of an example are one cluster",
+        ),
+        "eval/pass@<k>": (
+            "fraction",
+            "examples solved by one of k completions (reward 1): the mean of 1 - C(n-c,k)/C(n,k), with c of n correct",
+        ),
+        "eval/maj@<k>": (
+            "fraction",
+            "accuracy of the most frequent answer among k completions, if the reward extracts answers; a tie gives the "
+            "expected value",
+        ),
+        "eval/avg@<n>": ("reward", "`eval/reward`, if there are n > 1 completions per example"),
         "eval/examples": ("examples", "number of held-out examples in the evaluation"),
         "eval/failed": (
             "completions",
             "completions of held-out examples without a reward; they count as 0 in `eval/accuracy` and `eval/reward`",
         ),
         "eval/length": ("tokens", "mean number of generated tokens in a held-out completion"),
+        "eval/truncated": ("fraction", "finished held-out episodes that were cut off at a length limit"),
         "eval/margin": ("-", "`pair/margin` of held-out pairs"),
         "eval/<name>": ("as <name>", "metric `<name>` recorded during an evaluation"),
+        "eval/<set>/<name>": ("as eval/<name>", "`eval/<name>` of the evaluation set `<set>` (`evaluation.sets`)"),
     },
     "Time": {
         "time/step": ("s", "time from the end of the previous step to the end of this one, without evaluation"),
@@ -259,7 +278,14 @@ def meaning(figure: str) -> Meaning | None:
     if figure in MEANINGS:
         return MEANINGS[figure]
     for name in (name for name in MEANINGS if "<" in name):
-        match = re.fullmatch(re.sub(r"<\w+>", "(.+)", name), figure)
-        if match and (not name.endswith(("critic/<name>", "eval/<name>")) or meaning(match[1]) is not None):
+        match = re.fullmatch(re.sub(r"<\w+>", "(.+)", name.replace("<set>", "([^/]+)")), figure)
+        if not match:
+            continue
+        inner = {
+            "critic/<name>": match[1],
+            "eval/<name>": match[1],
+            "eval/<set>/<name>": f"eval/{match[match.re.groups]}",
+        }
+        if name not in inner or meaning(inner[name]) is not None:
             return MEANINGS[name]
     return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,12 @@ FINAL_STATES = ("finished", "stopped", "failed")
 """States in which a run writes nothing more."""
 REPORT_FILE = "report.html"
 """Name of a run's HTML report; see `rl_monitor.report`."""
+STAGE_FILE = "stage.json"
+"""Stage of the trainer; exists during its first step and its evaluations, while the run writes no record."""
+WRITE_SECONDS = 1.0
+"""Seconds between two writes of the progress of a stage."""
+_progress: list[int] | None = None
+"""Finished and total items of the stage that this process shows; empty if unknown, None without a stage."""
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -106,3 +114,65 @@ def seconds_since_heartbeat(names: NameService, status: Mapping[str, Any]) -> fl
             return 0.0
         time.sleep(interval / 4)
     return max(4 * interval, age)
+
+
+def report_progress(done: int, total: int) -> None:
+    """Report the finished and the total items of the current stage, such as examples. Cheap, and safe on any thread."""
+    if _progress is not None:
+        _progress[:] = done, total
+
+
+class StageFile:
+    """Writer of `stage.json`, for the rank that writes the records of a run.
+
+    A full or unavailable disk is ignored, because only displays read the file.
+
+    Args:
+        run_dir: run directory.
+        ranks: number of ranks that share the items of a stage equally; this rank reports its own.
+    """
+
+    def __init__(self, run_dir: Path, ranks: int = 1) -> None:
+        self._file, self._ranks = run_dir / STAGE_FILE, ranks
+        self._remove()  # of a killed trainer
+
+    @contextmanager
+    def show(self, stage: str) -> Iterator[None]:
+        """Write a stage and its progress in a thread while the block runs, and remove the file afterwards."""
+        global _progress
+        _progress, ended = [], threading.Event()
+        thread = threading.Thread(target=self._write, args=(stage, _progress, ended), name="stage", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            _progress = None
+            ended.set()
+            thread.join()
+            self._remove()
+
+    def _write(self, stage: str, progress: list[int], ended: threading.Event) -> None:
+        content, written = {"stage": stage, "since": time.time()}, None
+        while written is None or not ended.wait(WRITE_SECONDS):
+            items = [self._ranks * number for number in progress]
+            if items != written:
+                written = items
+                scratch = self._file.with_suffix(".partial")
+                with suppress(OSError):
+                    scratch.write_text(json.dumps(content | {"progress": items}))
+                    scratch.replace(self._file)
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self._file.unlink()
+
+
+def read_stage(run_dir: Path) -> dict[str, Any] | None:
+    """Return `stage`, `since` (seconds since the epoch) and `progress` (empty, or finished and total items) of a run.
+
+    None if no stage is shown.
+    """
+    with suppress(OSError, ValueError):
+        content: dict[str, Any] = json.loads((run_dir / STAGE_FILE).read_text())
+        return content
+    return None

@@ -21,6 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+DEVICE_VARIABLE = "RL_TEST_DEVICE"
+"""Environment variable with the device of the engines in tests with several ranks."""
 _PRELOADED: list[str] = []
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RETURNED_PORTS: set[int] = set()
@@ -85,8 +87,15 @@ def fork_script(
     return fork(_run_script, (str(script), list(arguments)), log, environment)
 
 
+def rank_device() -> str:
+    """Return the device of the engines in a test with several ranks: `cpu`, or `cuda` with one GPU per rank."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu")
+
+
 def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: float = 240) -> list[str]:
     """Run a script on several ranks of this host, with torchrun's variables, and return the output of each rank.
+
+    Skips the test if `rank_device` is `cuda` and this host has fewer GPUs than ranks.
 
     Args:
         script: script to run.
@@ -97,6 +106,8 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
     Raises:
         AssertionError: a rank failed, or did not end in time; the message has the end of its output.
     """
+    if rank_device() == "cuda":
+        _require_gpus(world_size)
     common = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -122,6 +133,14 @@ def run_ranks(script: Path, arguments: Sequence[str], world_size: int, seconds: 
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
         assert code == 0, f"rank {rank}: exit code {code} (None: still running after {seconds:g} s):\n{output[-4000:]}"
     return outputs
+
+
+def _require_gpus(count: int) -> None:
+    import pytest
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices, one for each rank; found {torch.cuda.device_count()}")
 
 
 def _begin(target: Callable[..., None], args: tuple[Any, ...], log: str, environment: dict[str, str]) -> None:

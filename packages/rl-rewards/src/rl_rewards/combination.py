@@ -44,13 +44,18 @@ class WeightedReward:
         return CompositeReward(**dict(zip(self.names, values, strict=True)))
 
 
+def is_async(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward is an asynchronous function, or an object with an asynchronous `__call__`."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
 def _name(part: str | Callable[..., Any]) -> str:
     return part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
 
 
 def _resolve(part: str | Callable[..., Any]) -> Callable[..., float]:
     fn = registry.load("rl.rewards", part) if isinstance(part, str) else part
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+    if is_async(fn):
         raise ConfigError(
             f"weighted reward: expected plain functions, found the asynchronous {part!r}; "
             f"write an async reward function that awaits its components"

@@ -42,7 +42,14 @@ def gsm8k_reward_fn(
     return float(number is not None and number.equals(gold))
 
 
+def extract_number(completion: str) -> str | None:
+    """Return the number that a completion gives as its answer, in its shortest form, or None."""
+    number = find_answer(split_reasoning(completion)[1])
+    return None if number is None else str(number.value * number.magnitude)
+
+
 gsm8k_reward_fn.scores_gold = True  # type: ignore[attr-defined]
+gsm8k_reward_fn.extract_answer = extract_number  # type: ignore[attr-defined]
 
 
 def gold_number(answer: str | int | float | Fraction | None) -> Fraction:

@@ -18,7 +18,7 @@ from rl_contracts.chat.reasoning import split_reasoning
 from rl_contracts.errors import RewardError
 from rl_rewards.answer_forms import MAX_CHARS, hashed_lines, leading_number, marked_answer, read_part, stated_answers
 from rl_rewards.latex import canonical
-from rl_rewards.texts import has_words, is_words, only_text, same_text
+from rl_rewards.texts import has_words, is_words, only_text, same_text, text_key
 
 RELATIVE = 1e-3
 """Relative tolerance for numbers that are equal to six decimals; numbers of at least 0.001 always meet it."""
@@ -78,7 +78,16 @@ def math_reward_fn(
     return float(search and _verify(_values(gold, percent_as_fraction=True), _search(text)))
 
 
+def extract_expression(completion: str) -> str | None:
+    """Return the answer that a completion marks or states, without markup, or None. Equal values may differ in form."""
+    text = read_part(split_reasoning(completion)[1])
+    marked = marked_answer(text)
+    answer = next(iter(hashed_lines(text) or stated_answers(text)), "") if marked is None else marked
+    return text_key(answer) or None
+
+
 math_reward_fn.scores_gold = True  # type: ignore[attr-defined]
+math_reward_fn.extract_answer = extract_expression  # type: ignore[attr-defined]
 
 
 def gold_answer(answer: str | int | float | None) -> str:

@@ -38,7 +38,7 @@ def same_text(gold: str, candidate: str) -> bool:
     The comparison ignores the case of words, LaTeX markup, and spaces that are not between digits.
     """
     letter = choice(gold)
-    return _key(gold) == _key(candidate) or (letter is not None and letter == choice(candidate))
+    return text_key(gold) == text_key(candidate) or (letter is not None and letter == choice(candidate))
 
 
 def only_text(gold: str, candidate: str) -> bool:
@@ -46,7 +46,7 @@ def only_text(gold: str, candidate: str) -> bool:
     if is_words(gold) or is_words(candidate):
         return True
     named_time = _is_named_time(gold)
-    gold, candidate = _key(gold), _key(candidate)
+    gold, candidate = text_key(gold), text_key(candidate)
     if any(pattern.search(gold) or pattern.search(candidate) for pattern in (_BASED, _DATE)):
         return True
     if ":" in gold and ":" in candidate:
@@ -87,7 +87,8 @@ def _is_named_time(text: str) -> bool:
     return re.search(r"[0-9]:[0-9]", text) is not None and not set(text) & set("=_^\\") and has_words(text)
 
 
-def _key(text: str) -> str:
+def text_key(text: str) -> str:
+    """Return the form of an answer in which `same_text` compares it."""
     folded = text.casefold() if is_words(text) or _is_named_time(text) else text
     text = re.sub(r"(?<!\d) | (?!\d)", "", " ".join(_AND.sub(",", without_markup(folded)).split()))
     text = re.sub(r"\\[dtc]frac", r"\\frac", _SCRIPT.sub(r"\1\2", text))

@@ -13,7 +13,7 @@ from rl_rewards.extraction import boxed_answer
 from rl_rewards.gsm8k import gold_number
 from rl_rewards.numbers import parse_number
 from rl_rewards.symbolic import answers_equal, gold_answer
-from rl_rewards.texts import choice
+from rl_rewards.texts import choice, text_key
 
 _BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)\[((?:[^\[\]]|(?<=\\sqrt)\[[^\[\]]*+\])*+)(?<!\\)\]")
 r"""Innermost brackets, also around `\sqrt[3]{5}`. LaTeX display math, `\[5\]`, is not in brackets."""
@@ -45,9 +45,22 @@ def clevr_count_70k_reward_fn(
         RewardError: `answer` is missing or is not a number.
     """
     gold = gold_number(answer)
-    final = split_reasoning(completions)[1] if final_text is None else final_text
-    numbers = (parse_number(content) for content in reversed(_BRACKETS.findall(final)))
-    return float(next((number for number in numbers if number is not None), None) == gold)
+    return float(_bracketed_number(split_reasoning(completions)[1] if final_text is None else final_text) == gold)
+
+
+def _bracketed_number(text: str) -> Fraction | None:
+    """Return the last number in brackets, or None."""
+    numbers = (parse_number(content) for content in reversed(_BRACKETS.findall(text)))
+    return next((number for number in numbers if number is not None), None)
+
+
+def extract_count(completion: str) -> str | None:
+    """Return the last bracketed number of a completion, or None."""
+    number = _bracketed_number(split_reasoning(completion)[1])
+    return None if number is None else str(number)
+
+
+clevr_count_70k_reward_fn.extract_answer = extract_count  # type: ignore[attr-defined]
 
 
 def geometry3k_reward_fn(
@@ -84,6 +97,14 @@ def geometry3k_reward_fn(
     listed = [str(each) for each in choices or ()]
     forms = [candidate, *(_chosen(candidate, listed) if all(text in prompt for text in listed) else ())]
     return float(any(answers_equal(gold, form) for form in forms))
+
+
+def extract_boxed(completion: str) -> str | None:
+    """Return the content of the last box of a completion, or else of the last brackets, without markup, or None."""
+    return text_key(_boxed_or_bracketed(split_reasoning(completion)[1])[-MAX_CHARS:]) or None
+
+
+geometry3k_reward_fn.extract_answer = extract_boxed  # type: ignore[attr-defined]
 
 
 def _boxed_or_bracketed(text: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -232,6 +233,29 @@ def test_train_records_have_timestamp_and_mark_evaluations(engine, tmp_path):
     ]
     times = [record["timestamp"] for record in records]
     assert [before, *times, after] == sorted([before, *times, after])
+
+
+def test_train_without_steps_evaluates_once_and_saves_no_model(engine, tmp_path):
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig(), evaluations=[_Recording()])
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=0)
+    assert [(r["step"], r["evaluation"]) for r in _records(tmp_path / "run")] == [(0, True)]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_train_shows_stages_of_first_step_and_of_evaluations(engine, tmp_path, monkeypatch):
+    stages = []
+
+    def show(file, stage):
+        stages.append(stage)
+        return nullcontext()
+
+    monkeypatch.setattr("rl_contracts.runtime.run_files.StageFile.show", show)
+    run_log = RunLog(engine, tmp_path, CheckpointConfig(every=1), evaluations=[_Recording()], evaluate_every=2)
+    train(_Batches(engine, 3), PolicyActor(engine, AlgorithmConfig()), run_log, total_steps=3)
+
+    first_step = [stages.pop(0) for _ in range(4)]
+    assert first_step == ["evaluate", "rollout_wait", "train", "save"]
+    assert stages == ["evaluate", "evaluate"], "after steps 2 and 3"
 
 
 def test_train_exhausted_data_with_short_batch_saves_model(engine, tmp_path):

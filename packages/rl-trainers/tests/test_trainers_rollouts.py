@@ -15,7 +15,7 @@ from rl_contracts.config import GenerationConfig
 from rl_contracts.errors import ConfigError, DataError
 from rl_contracts.images import Image
 from rl_contracts.runtime.json_lines import json_lines
-from rl_contracts.runtime.metrics import Metrics
+from rl_contracts.runtime.metrics import Metrics, collect, record
 from rl_trainers import CompletionEvaluation, EvaluationConfig, RolloutWriter
 from rl_trainers.recovery.lookup import RecoverConfig, truncate_to_checkpoint
 from rl_trainers.run_log import rollouts as module
@@ -261,7 +261,7 @@ def test_rollouts_every_negative_is_rejected():
 
 def test_evaluation_returns_means_and_none_without_completions(tmp_path):
     class Rollout:
-        def evaluate(self, rows, generation, n):
+        def evaluate(self, rows, generation, n, workflow=None):
             return [
                 _trajectory(reward=row["reward"], group_id=i) for i, row in enumerate(rows) if row["reward"] is not None
             ]
@@ -270,15 +270,13 @@ def test_evaluation_returns_means_and_none_without_completions(tmp_path):
         rows = [{"reward": reward} for reward in rewards]
         return CompletionEvaluation(Rollout(), rows, EvaluationConfig(), GenerationConfig(), ParallelContext())(7)
 
-    four_examples = {"eval/length": 3.0, "eval/examples": 4.0, "eval/failed": 0.0}
-    assert evaluate([1.0, 0.0, 0.0, 0.0]) == {"eval/accuracy": 0.25, "eval/reward": 0.25, **four_examples}
-    assert evaluate([1.0, 0.0, None, 1.0]) == {
-        "eval/accuracy": 0.5,
-        "eval/reward": 0.5,
-        **four_examples,
-        "eval/failed": 1.0,
-    }
-    none = dict.fromkeys(("eval/accuracy", "eval/reward", "eval/length"))
+    means = {"eval/length": 3.0, "eval/truncated": 0.0, "eval/examples": 4.0, "eval/failed": 0.0}
+    quarter = {"eval/accuracy": 0.25, "eval/reward": 0.25, "eval/standard_error": 0.25, **means}
+    assert evaluate([1.0, 0.0, 0.0, 0.0]) == quarter
+    half = {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/standard_error": pytest.approx(12**-0.5)}
+    assert evaluate([1.0, 0.0, None, 1.0]) == {**half, **means, "eval/failed": 1.0}
+    names = ("accuracy", "reward", "standard_error", "length", "truncated")
+    none = dict.fromkeys(f"eval/{name}" for name in names)
     assert evaluate([]) == {**none, "eval/examples": 0.0, "eval/failed": 0.0}
 
 
@@ -296,7 +294,7 @@ def test_evaluation_sampling_differs_in_temperature_and_length(config, sampling)
     requested = []
 
     class Rollout:
-        def evaluate(self, rows, generation, n):
+        def evaluate(self, rows, generation, n, workflow=None):
             requested.append(generation)
             return []
 
@@ -308,7 +306,7 @@ def test_evaluation_sampling_differs_in_temperature_and_length(config, sampling)
 
 def test_evaluation_counts_episode_of_several_sequences_once():
     class Rollout:
-        def evaluate(self, rows, generation, n):
+        def evaluate(self, rows, generation, n, workflow=None):
             return [_trajectory(reward=1.0, group_id=0) for _ in range(3)]
 
     metrics = CompletionEvaluation(Rollout(), [{}, {}], EvaluationConfig(), GenerationConfig(), ParallelContext())(7)
@@ -316,10 +314,55 @@ def test_evaluation_counts_episode_of_several_sequences_once():
     assert (metrics["eval/accuracy"], metrics["eval/failed"]) == (0.5, 1.0)
 
 
+def test_evaluation_majority_reads_last_message_of_each_episode():
+    replies = {0: ["7", "8", "7"], 1: ["8", None, "8"]}
+
+    class Rollout:
+        def evaluate(self, rows, generation, n, workflow=None):
+            trajectories = []
+            for group, answers in replies.items():
+                for episode, answer in enumerate(answers):
+                    trajectory = _trajectory(reward=float(answer == "7"), group_id=group, episode_id=episode)
+                    trajectory.info = {"conversation": [{"content": "1"}, {"role": "assistant", "content": answer}]}
+                    trajectories.append(trajectory)
+            return trajectories
+
+    config = EvaluationConfig(n=3, temperature=1.0)
+    evaluation = CompletionEvaluation(
+        Rollout(), [{}, {}], config, GenerationConfig(), ParallelContext(), extract_answer=lambda text: text or None
+    )
+    metrics = evaluation(7)
+
+    assert (metrics["eval/maj@3"], metrics["eval/pass@3"]) == (0.5, 0.5)
+    assert metrics["eval/accuracy"] == pytest.approx(1 / 3)
+
+
+def test_evaluation_of_named_set_has_its_metrics_file_and_workflow(tmp_path):
+    workflows = []
+
+    class Rollout:
+        def evaluate(self, rows, generation, n, workflow=None):
+            workflows.append(workflow)
+            record("turns", 3)
+            return [_trajectory(reward=1.0, group_id=0)]
+
+    writer = RolloutWriter(tmp_path)
+    parts = (Rollout(), [{}], EvaluationConfig(), GenerationConfig(), ParallelContext(), writer)
+    with collect() as recorded:
+        metrics = CompletionEvaluation(*parts, name="math", workflow="of the set")(7)
+    writer.destroy()
+
+    assert metrics["eval/math/accuracy"] == 1.0
+    assert all(name.startswith("eval/math/") for name in metrics)
+    assert recorded.results() == {"math/turns": 3.0}
+    assert workflows == ["of the set"]
+    assert [line["set"] for line in _lines(tmp_path / "eval_math_step_7-0.jsonl")] == ["math"]
+
+
 @pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.5], [-1.0, 1.0]])
 def test_evaluation_with_graded_rewards_has_no_accuracy(rewards):
     class Rollout:
-        def evaluate(self, rows, generation, n):
+        def evaluate(self, rows, generation, n, workflow=None):
             return [_trajectory(reward=reward, group_id=index) for index, reward in enumerate(rewards)]
 
     metrics = CompletionEvaluation(

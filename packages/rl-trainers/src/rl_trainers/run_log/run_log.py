@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.runtime.json_lines import LineFile, to_json
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import Metrics, MetricsWriter, collect
-from rl_contracts.runtime.run_files import GROUPS_FILE
+from rl_contracts.runtime.run_files import GROUPS_FILE, StageFile
 from rl_trainers.run_log.checkpoints import CheckpointConfig, Checkpoints
 from rl_trainers.run_log.trace import Trace
 
@@ -93,7 +93,10 @@ class RunLog:
         self._step_begin = time.perf_counter()
         self._writer: MetricsWriter | None = None
         self._groups: LineFile | None = None
+        self._stage_file: StageFile | None = None
+        self._in_first_step = True
         if engine.parallel.is_main:
+            self._stage_file = StageFile(self.run_dir, engine.parallel.dp_size)
             self._writer = MetricsWriter(self.run_dir / "metrics.jsonl")
             self._groups = LineFile(self.run_dir / GROUPS_FILE)
 
@@ -106,10 +109,15 @@ class RunLog:
         """
         begin = time.perf_counter()
         try:
-            with self.trace.span(stage, "step", step=self.step + 1), collect(self._metrics):
+            with self._showing(stage), self.trace.span(stage, "step", step=self.step + 1), collect(self._metrics):
                 yield
         finally:
             self._seconds[stage] += time.perf_counter() - begin
+
+    def _showing(self, stage: str) -> AbstractContextManager[None]:
+        """Return a context that shows a stage during the first step and evaluations, which may take long."""
+        is_long = self._in_first_step or stage == "evaluate"
+        return self._stage_file.show(stage) if self._stage_file is not None and is_long else nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last step, the step of the last evaluation, and the state of the checkpoints.
@@ -180,19 +188,24 @@ class RunLog:
         self.checkpoints.rate(step, record)
         self._write_new_outcomes(step)
         self._write(record)
+        self._in_first_step = False
         self._start_step()
         if failure is not None:
             raise failure
 
     def finish(self) -> None:
-        """Run the last evaluation and save the last checkpoint, unless the last step did; write the trace of rank 0."""
+        """Run the last evaluation and save the last checkpoint, unless the last step did; write the trace of rank 0.
+
+        A run without a step saves no checkpoint.
+        """
         self._write_new_outcomes(self.step + 1)  # a run resumed after the last step reports these outcomes again
         if self._evaluated != self.step:
             metrics = self._evaluate()
             if metrics:
                 self.checkpoints.rate(self.step, metrics)
                 self._write({"step": self.step, "version": self.engine.version, "evaluation": True, **metrics})
-        self.checkpoints.finish(self.step)
+        if self.step:
+            self.checkpoints.finish(self.step)
         if self.engine.parallel.is_main:
             self._flush()
             self.trace.save(self.run_dir / "trace.json")

@@ -286,6 +286,23 @@ def test_stats_finished_metrics_include_rejected_groups(engine):
         rollout.destroy()
 
 
+def test_evaluate_and_next_batch_report_progress(engine, monkeypatch):
+    reports = []
+    for module in ("evaluation", "scheduler"):
+        monkeypatch.setattr(f"rl_workflows.rollout.{module}.report_progress", lambda *items: reports.append(items))
+    rollout = _rollout(engine, _examples())
+    try:
+        batch = rollout.next_batch()
+        groups = len(set(batch["group_ids"].tolist()))
+        assert reports[groups - 1] == (groups, groups)
+        reports.clear()
+        rollout.pause()
+        rollout.evaluate([{"prompt_id": i} for i in range(5)], GenerationConfig(max_new_tokens=5), n=2)
+    finally:
+        rollout.destroy()
+    assert reports == [(done, 5) for done in range(1, 6)]
+
+
 def test_evaluate_returns_order_and_keeps_training_counters(engine):
     rollout = _rollout(engine, _examples())
     examples = [{"prompt_id": 100 + i} for i in range(7)]
@@ -308,6 +325,24 @@ def test_evaluate_returns_order_and_keeps_training_counters(engine):
         rollout.next_batch()
     finally:
         rollout.destroy()
+
+
+def test_evaluate_with_another_workflow_uses_it_only_once(engine):
+    class Other(Echo):
+        async def arun_episode(self, engine, data):
+            trajectories = await super().arun_episode(engine, data)
+            trajectories[0].reward = 7.0
+            return trajectories
+
+    rollout = _rollout(engine, ())
+    try:
+        rewards = [
+            rollout.evaluate([{"prompt_id": 0}], GenerationConfig(max_new_tokens=3), 1, workflow)[0].reward
+            for workflow in (Other(), None)
+        ]
+    finally:
+        rollout.destroy()
+    assert (rewards[0], rewards[1] == 7.0) == (7.0, False)
 
 
 def test_evaluate_keeps_stop_ids_of_workflow(engine):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import InferenceError, RLError
 from rl_contracts.runtime.logging import get_logger
+from rl_contracts.runtime.run_files import report_progress
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, run_group
 from rl_workflows.rollout.staleness import Ticket
@@ -56,6 +57,7 @@ async def evaluate_held_out(
         for index, row in remaining:
             finished[index] = await run_group(episodes, row, Ticket(version, index), n, needed=0)
             episodes.record_progress()
+            report_progress(len(finished), len(examples))
             _check_failures(budget, finished[index], n)
 
     def describe() -> str:

@@ -172,14 +172,24 @@ class DistRollout(RolloutRuntime):
         if self.parallel.is_dp_leader:
             self._call(self.scheduler.end_step(version))
 
-    def evaluate(self, data: Sequence[dict[str, Any]], generation: GenerationConfig, n: int = 1) -> list[Trajectory]:
+    def evaluate(
+        self,
+        data: Sequence[dict[str, Any]],
+        generation: GenerationConfig,
+        n: int = 1,
+        workflow: RolloutWorkflow | None = None,
+    ) -> list[Trajectory]:
         from rl_workflows.rollout.evaluation import evaluate_held_out
 
         shard = even_ranges(len(data), self.parallel.dp_size)[self.parallel.dp_rank]
         groups: list[FinishedGroup] = []
         with self.parallel.agree_on_errors("evaluating"):
             if self.parallel.is_dp_leader:
-                episodes = replace(self.scheduler.episodes, label="eval", generation=generation, running={}, tokens=0)
+                episodes = self.scheduler.episodes
+                workflow = workflow or episodes.workflow
+                episodes = replace(
+                    episodes, workflow=workflow, label="eval", generation=generation, running={}, tokens=0
+                )
                 version, examples = self.scheduler.manager.version, data[shard.start : shard.stop]
                 groups = self._wait(evaluate_held_out(episodes, examples, shard.start, n, version, self.config))
         for group in groups:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_contracts.errors import NoServersError, RLError, StalledError, boundary_of, causes
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import Metrics
+from rl_contracts.runtime.run_files import report_progress
 from rl_workflows.rollout.episode import Episodes
 from rl_workflows.rollout.failure_budget import FailureBudget
 from rl_workflows.rollout.groups import FinishedGroup, ShouldAccept, prompt_id_of, run_group
@@ -385,8 +386,10 @@ class RolloutScheduler:
             self.accepted[group_id] = group
             self._count("accepted")
             self.budget.accepted()
-        if self.watchdog.waited_for and self.manager.ready(self.source.exhausted):
-            self._changed.set()
+        if self.watchdog.waited_for:
+            report_progress(self.manager.accepted, self.manager.batch_size)
+            if self.manager.ready(self.source.exhausted):
+                self._changed.set()
         self._schedule_admission()
 
     def _notify(self, step: int, trajectories: Sequence[Trajectory], reason: str | None = None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,8 @@ from rl_workflows.agents.conversation import Prompt
 from rl_workflows.agents.endpoint import request_parsing
 from rl_workflows.agents.endpoint.session import Call, CallError, GeneratedMessage
 
+TEXTS = ("reasoning_content", "content")
+"""Names of the texts of a message, in the order of a stream."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -150,26 +153,26 @@ class ChatCompletion(_OpenAI):
             choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason})
         return self._reply("chat.completion", "chatcmpl", prompt, completions, choices)
 
-    def events(self, reply: request_parsing.JsonObject) -> list[tuple[str, Any]]:
+    def events(
+        self, reply: request_parsing.JsonObject, sent: Mapping[int, Mapping[str, str]] = MappingProxyType({})
+    ) -> list[tuple[str, Any]]:
         chunks = []
         for choice in reply["choices"]:
-            message = choice["message"]
-            deltas: list[request_parsing.JsonObject] = [{"role": "assistant", "content": ""}]
-            for name in ("reasoning_content", "content"):
-                deltas += [{name: piece} for piece in request_parsing.pieces(message.get(name) or "")]
+            message, before = choice["message"], sent.get(choice["index"], {})
+            deltas: list[request_parsing.JsonObject] = [] if before else [{"role": "assistant", "content": ""}]
+            for name in TEXTS:
+                text = (message.get(name) or "")[len(before.get(name, "")) :]
+                deltas += [{name: piece} for piece in request_parsing.pieces(text)]
             for index, call in enumerate(message.get("tool_calls") or ()):
                 function = call["function"]
                 deltas.append({"tool_calls": [{**call, "index": index, "function": {**function, "arguments": ""}}]})
                 for piece in request_parsing.pieces(function["arguments"]):
                     deltas.append({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-            choice_chunks = [
-                {"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-            ]
-            choice_chunks[0]["logprobs"] = choice["logprobs"]
-            chunks += [
-                *choice_chunks,
-                {**choice_chunks[0], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]},
-            ]
+            last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+            choice_chunks = [{**last, "delta": delta, "finish_reason": None} for delta in deltas]
+            if choice_chunks:
+                choice_chunks[0]["logprobs"] = choice["logprobs"]
+            chunks += [*choice_chunks, last]
         return self._chunks(reply, "chat.completion.chunk", chunks)
 
 

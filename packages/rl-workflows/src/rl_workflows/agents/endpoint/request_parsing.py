@@ -26,6 +26,10 @@ JsonObject = dict[str, Any]
 Reward = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed")
+"""Names of sampling parameters in the requests, which are also names in `GenerationConfig` and `ModelRequest`."""
+
+
 class Rewards(Struct, forbid_unknown_fields=True):
     """Request of `POST /v1/rewards`: the reward of one completion if `call_id` is set, else of the episode."""
 
@@ -48,9 +52,9 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 class ApiRequest(Struct, forbid_unknown_fields=True):
     """Base class of the requests of all APIs.
 
-    Sampling parameters are accepted but have no effect: training must know the distribution of the samples, so the
-    settings of the run apply. A subclass implements one API: `call` parses the request, `build_reply` builds the body
-    of the response, and `events` converts it to a stream.
+    In the session of an episode, sampling parameters are accepted but have no effect: training must know the
+    distribution of the samples, so the settings of the run apply. A subclass implements one API: `call` parses the
+    request, `build_reply` builds the body of the response, and `events` converts it to a stream.
     """
 
     model: str = ""
@@ -62,12 +66,18 @@ class ApiRequest(Struct, forbid_unknown_fields=True):
     service_tier: str | None = None
 
     def call(self) -> Call:
-        """Return the call that this request describes.
+        """Return the call that this request describes, without its `sampling`.
 
         Raises:
             CallError: the request is invalid, or requires a feature that this endpoint does not support.
         """
         raise NotImplementedError
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters and seed of the request, by name."""
+        values = ((name, getattr(self, name, None)) for name in SAMPLING)
+        return {name: value for name, value in values if value is not None}
 
     def build_reply(self, prompt: Prompt, completions: Sequence[GeneratedMessage], tokenizer: Any) -> JsonObject:
         """Return the body of the response.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,10 +33,11 @@ from rl_contracts.runtime.machine import bypass_proxies, reachable_host, url_of
 from rl_workflows.agents.endpoint.anthropic import Messages
 from rl_workflows.agents.endpoint.anthropic import error as anthropic_error
 from rl_workflows.agents.endpoint.chat import ChatCompletion, Completion
+from rl_workflows.agents.endpoint.chat_stream import ChatStream, chat_stream
 from rl_workflows.agents.endpoint.config import EndpointConfig
 from rl_workflows.agents.endpoint.request_parsing import ApiRequest, Rewards
 from rl_workflows.agents.endpoint.responses import Responses
-from rl_workflows.agents.endpoint.session import CallError, Model, Prepared, Session
+from rl_workflows.agents.endpoint.session import CallError, Model, OnMessage, Prepared, Session
 from rl_workflows.agents.message_parsing import MessageParser
 
 __all__ = ["HttpRolloutEndpoint"]
@@ -97,6 +100,8 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         reader = MessageParser(tokenizer, self.config.tool_calls, renderer.stop_ids)
         self._model = Model(tokenizer, renderer, reader, self.config)
         self._sessions: dict[str, tuple[Session, asyncio.TimerHandle]] = {}
+        self._open_call: Callable[[str], Session] | None = None
+        self._model_name = "policy"
         self._watch_task: asyncio.Task[None] | None = None
         self._destroyed = False
         body_bytes = MAX_BODY_BYTES + (MAX_IMAGE_BYTES if renderer.reads_images else 0)
@@ -137,6 +142,40 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     ) -> Session:
         loop = asyncio.get_running_loop()
         return await asyncio.wrap_future(self._thread.submit(self._open(engine, generation, max_length, loop)))
+
+    def serve(
+        self,
+        engine: InferenceEngine,
+        generation: GenerationConfig,
+        max_length: int | None = None,
+        name: str = "policy",
+        api_key: str = "",
+    ) -> None:
+        """Answer calls outside of episodes, each in a session of its own, with the sampling parameters of the call.
+
+        Call this on the event loop on which `engine` is used. Sessions of episodes are not available afterwards.
+
+        Args:
+            engine: engine that generates the completions.
+            generation: sampling settings for parameters that a call omits, and the maximum of `max_tokens`.
+            max_length: maximum number of tokens of a prompt and its completion; None for the engine's limit.
+            name: id of the model in `/v1/models`. Calls may name any model.
+            api_key: key that every call must carry; empty to accept calls without a key.
+        """
+        loop = asyncio.get_running_loop()
+
+        def open_call(key: str) -> Session:
+            if api_key and not hmac.compare_digest(key.encode(errors="replace"), api_key.encode()):
+                raise CallError(
+                    "expected the API key of this server in the header `Authorization: Bearer KEY`.",
+                    401,
+                    "invalid_api_key",
+                )
+            return Session(
+                self._model, engine, generation, max_length, loop, self.url, key, self._close, applies_sampling=True
+            )
+
+        self._open_call, self._model_name = open_call, name
 
     async def _open(
         self,
@@ -212,6 +251,8 @@ class HttpRolloutEndpoint(RolloutEndpoint):
     def _session(self, request: web.Request) -> Session:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (token if scheme.lower() == "bearer" else "")
+        if self._open_call is not None:
+            return self._open_call(key)
         if not key:
             raise CallError(
                 "expected a session key in the header `Authorization: Bearer KEY` or `x-api-key: KEY`, found none.",
@@ -242,10 +283,11 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         session = self._session(request)
         with _admit_and_count(session):
             body = await self._parse_body(request, ROUTES[request.path])
-            task = asyncio.ensure_future(self._build_reply(session, body))
+            text = chat_stream(body) if session.applies_sampling else None
+            task = asyncio.ensure_future(self._build_reply(session, body, text.update if text else None))
             try:
                 if body.stream:
-                    return await self._stream(request, body, task)
+                    return await self._stream(request, body, task, text)
                 return web.json_response(await task)
             finally:
                 task.cancel()
@@ -254,41 +296,44 @@ class HttpRolloutEndpoint(RolloutEndpoint):
         """Render and tokenize the prompt of a call in a thread, so that calls of other sessions are not delayed."""
         loop = asyncio.get_running_loop()
         await session.preparing.acquire()
-        job = self._preparing.submit(lambda: session.prepare(body.call()))
+        job = self._preparing.submit(lambda: session.prepare(replace(body.call(), sampling=body.sampling)))
         # the thread stays in use until the job is done, even if the agent disconnects
         job.add_done_callback(lambda _: loop.call_soon_threadsafe(session.preparing.release))
         return await asyncio.wrap_future(job)
 
-    async def _build_reply(self, session: Session, body: ApiRequest) -> dict[str, Any]:
+    async def _build_reply(
+        self, session: Session, body: ApiRequest, on_message: OnMessage | None = None
+    ) -> dict[str, Any]:
         prepared = await self._prepare(session, body)
-        completions = await session.generate(prepared)
+        completions = await session.generate(prepared, on_message)
         reply = body.build_reply(prepared.prompt, completions, self._model.tokenizer)
         session.remember_reply(reply["id"], prepared.call, completions)
         return reply
 
     async def _stream(
-        self, request: web.Request, body: ApiRequest, task: asyncio.Task[dict[str, Any]]
+        self, request: web.Request, body: ApiRequest, task: asyncio.Task[dict[str, Any]], text: ChatStream | None
     ) -> web.StreamResponse:
-        """Send the reply as server-sent events once it is complete.
+        """Send the text as server-sent events while it is generated if `text` collects it, and the reply at its end.
 
         An error within the first `IDLE_SECONDS` becomes an HTTP status. A later one becomes an `error` event, because
         the headers have been sent.
         """
-        await asyncio.wait({task}, timeout=IDLE_SECONDS)
+        await _wait(task, text)
         if task.done():
             task.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         while not task.done():
-            await response.write(b": the completion is not finished yet\n\n")
-            await asyncio.wait({task}, timeout=IDLE_SECONDS)
+            new_text = "".join(map(_event, text.take() if text else ()))
+            await response.write(new_text.encode() or b": the completion is not finished yet\n\n")
+            await _wait(task, text)
         try:
             reply = await task
         except RLError as error:
             status = error.status if isinstance(error, CallError) else 500
             await response.write(f"event: error\ndata: {_error_body(request, status, str(error))}\n\n".encode())
             return response
-        events = body.events(reply)
+        events = text.rest(reply) if text else body.events(reply)
         await response.write("".join(map(_event, events)).encode())
         await response.write_eof()
         return response
@@ -319,7 +364,7 @@ class HttpRolloutEndpoint(RolloutEndpoint):
 
     async def _handle_models(self, request: web.Request) -> web.Response:
         self._session(request)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rl"}
+        model = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "rl"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _handle_health(self, _: web.Request) -> web.Response:
@@ -338,6 +383,18 @@ def _admit_and_count(session: Session) -> Iterator[None]:
         raise
     finally:
         session.open_calls -= 1
+
+
+async def _wait(task: asyncio.Task[Any], text: ChatStream | None) -> None:
+    """Wait until the task is done or `text` has events, at most `IDLE_SECONDS`."""
+    if text is None:
+        await asyncio.wait({task}, timeout=IDLE_SECONDS)
+        return
+    changed = asyncio.ensure_future(text.changed.wait())
+    try:
+        await asyncio.wait({task, changed}, timeout=IDLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        changed.cancel()
 
 
 def _with_valid_text(body: bytes) -> bytes:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.chat.image_messages import has_images, with_read_images
 from rl_contracts.data import ModelRequest, ModelResponse, StopReason
 from rl_contracts.endpoint import EpisodeReport, RolloutSession, SequencesPer
-from rl_contracts.errors import AgentError, DataError, InferenceError, RLError
+from rl_contracts.errors import AgentError, ConfigError, DataError, InferenceError, RLError
 from rl_contracts.images import Image
 from rl_workflows.agents.conversation import Conversation, Prompt, PromptTooLongError, Turn
 
@@ -34,9 +34,15 @@ MAX_MEMORY = 1 << 27
 """Maximum memory in bytes for the messages, images and tools of a session: hundreds of times the text of a long
 session. Repeated messages count once, except in stored responses (`store`). Tools count only if they differ from the
 tools of the last call."""
+UPDATE_SECONDS = 0.05
+"""Seconds between two updates of a streamed completion."""
 RENDERED_CHARACTERS = 1 << 16
 """Requests with at most this number of characters are always rendered. A template may omit parts of tools and messages,
 so such a request may fit although its text seems too long."""
+
+
+type OnMessage = Callable[[int, Message], None]
+"""Function of the index of a completion and the message parsed from its tokens so far."""
 
 
 class CallError(AgentError):
@@ -77,6 +83,8 @@ class Call:
     """Strings that end a completion."""
     schema: dict[str, Any] | None = None
     """JSON schema that constrains the completions, or None. Constrained completions are not trained on."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters and seed by name. They apply only in sessions with `applies_sampling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,9 @@ class Session(RolloutSession):
     key: str
     on_close: Callable[[Session], Coroutine[Any, Any, None]]
     """Function that `close` calls, from any event loop."""
+    applies_sampling: bool = False
+    """Whether the sampling parameters of a call replace those of `generation`. False for episodes, whose sampling
+    distribution must be known."""
     closed: bool = False
     expired: bool = False
     """True if the session was closed because its time limit passed."""
@@ -349,8 +360,12 @@ class Session(RolloutSession):
         if characters > max_characters:
             raise _too_long(context_length, f"more than {context_length} ({characters} characters)")
 
-    async def generate(self, prepared: Prepared) -> list[GeneratedMessage]:
+    async def generate(self, prepared: Prepared, on_message: OnMessage | None = None) -> list[GeneratedMessage]:
         """Generate the completions of a call and add them to the conversation.
+
+        Args:
+            prepared: call with its prompt.
+            on_message: function to call with the unfinished completions, or None.
 
         Raises:
             CallError: the call was rejected, the session was closed, or the servers cannot use the schema.
@@ -368,7 +383,7 @@ class Session(RolloutSession):
         if prompt.images and not self.engine.capabilities.images:
             raise CallError("messages: expected text only, found images; the servers of this run read no images.")
         self.admit(prompt.added, call.n, prepared.memory)
-        task = asyncio.ensure_future(self._generate(call, prompt))
+        task = asyncio.ensure_future(self._generate(call, prompt, on_message))
         self._running.add(task)
         self._pending += call.n
         self._pending_memory += prepared.memory
@@ -427,20 +442,34 @@ class Session(RolloutSession):
                     "rate_limit_exceeded",
                 )
 
-    async def _generate(self, call: Call, prompt: Prompt) -> list[ModelResponse]:
+    async def _generate(self, call: Call, prompt: Prompt, on_message: OnMessage | None = None) -> list[ModelResponse]:
         max_new_tokens = min(call.max_tokens or self.generation.max_new_tokens, self.generation.max_new_tokens)
         if self.max_length is not None:
             max_new_tokens = min(max_new_tokens, self.max_length - len(prompt.ids))
-        generation = replace(
-            self.generation,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min(max_new_tokens, self.generation.min_new_tokens),
-            stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
-        )
+        sampling = dict(call.sampling) if self.applies_sampling else {}
+        seed = sampling.pop("seed", None)
+        try:
+            generation = replace(
+                self.generation,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min(max_new_tokens, self.generation.min_new_tokens),
+                stop=list(dict.fromkeys([*self.generation.stop, *call.stop])),
+                **sampling,
+            )
+        except ConfigError as error:  # a sampling parameter
+            raise CallError(str(error)) from error
         request = ModelRequest(prompt.ids, generation, schema=call.schema, images=prompt.images)
+        requests = [
+            replace(
+                request,
+                seed=None if seed is None else (seed + index) % 2**63,
+                on_tokens=None if on_message is None else self._parse_tokens(call, prompt, partial(on_message, index)),
+            )
+            for index in range(call.n)
+        ]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._generate_one(request)) for _ in range(call.n)]
+                tasks = [group.create_task(self._generate_one(request)) for request in requests]
         except* Exception as errors:
             failure = _first_error(errors)
             if call.schema is not None and isinstance(failure, InferenceError):
@@ -453,6 +482,32 @@ class Session(RolloutSession):
     async def _generate_one(self, request: ModelRequest) -> ModelResponse:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.engine.agenerate(request), self.loop))
 
+    def _parse_tokens(
+        self, call: Call, prompt: Prompt, on_message: Callable[[Message], None]
+    ) -> Callable[[Sequence[int]], None]:
+        """Return a function of the tokens of an unfinished completion, which the engine calls on its event loop.
+
+        Every `UPDATE_SECONDS` at most, it parses them on the endpoint's event loop, and calls `on_message`.
+        """
+        loop, newest = asyncio.get_running_loop(), list[Sequence[int]]()
+
+        def parse() -> None:
+            ids = list(newest.pop())
+            stops = [*call.stop, *self.generation.stop]
+            on_message(self.model.reader.message(prompt.ids, self._opening(prompt), ids, stop=stops))
+
+        def on_tokens(ids: Sequence[int]) -> None:
+            if not newest and ids:  # the list grows until it is parsed
+                newest.append(ids)
+                loop.call_soon_threadsafe(loop.call_later, UPDATE_SECONDS, parse)
+
+        return on_tokens
+
+    def _opening(self, prompt: Prompt) -> str:
+        """Return the end of a prompt that opens the turn of the assistant."""
+        length = len(self.model.renderer.generation_prompt)
+        return prompt.text[-length:] if length else ""
+
     def _parse(self, call: Call, prompt: Prompt, response: ModelResponse) -> tuple[Message, str | None]:
         """Return the message for the agent and the stop string that ended the completion, or None."""
         reader, ids = self.model.reader, response.output_ids
@@ -463,10 +518,7 @@ class Session(RolloutSession):
         stops = [stop] if stop else ()
         if not call.messages:
             return {"role": "assistant", "content": reader.text(ids, stops)}, stop
-        opening = (
-            prompt.text[-len(self.model.renderer.generation_prompt) :] if self.model.renderer.generation_prompt else ""
-        )
-        return reader.message(prompt.ids, opening, ids, call.tools, stops), stop
+        return reader.message(prompt.ids, self._opening(prompt), ids, call.tools, stops), stop
 
 
 def _too_long(context_length: int, size: str) -> CallError:

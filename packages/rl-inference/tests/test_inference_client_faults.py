@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from probes import NEVER
+from scripted_server import Handler, serving
 
 from rl_contracts.config import ClientConfig, GenerationConfig
 from rl_contracts.data import ModelRequest, ServeSpec, WeightUpdateMeta
@@ -21,24 +22,6 @@ from rl_inference import EmbeddedEngine
 from rl_inference.client.completion import PartialCompletion
 from rl_inference.client.protocol import GenerationChunk
 from rl_inference.client.transport import Server, ServerEndedError
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@contextlib.asynccontextmanager
-async def serving(routes: dict[str, Handler]) -> AsyncIterator[str]:
-    """Run a server with a handler for each path, and yield its address."""
-    app = web.Application()
-    for path, handler in routes.items():
-        app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 @contextlib.asynccontextmanager

@@ -384,12 +384,10 @@ def test_ipc_server_on_same_gpu_serves_sent_weights(model_path: Path, new_model_
         trainer.close()
 
 
-@pytest.mark.gpu
+@pytest.mark.multi_gpu  # NCCL supports one rank per GPU
 def test_broadcast_nccl_server_on_next_gpu_serves_sent_weights(
     model_path: Path, new_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs, because NCCL supports one rank per GPU")
     new = [(name, tensor.to("cuda:0")) for name, tensor in parameters(new_model_path)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # only for the server: CUDA is already initialized in this process
     options = {"weights_dir": tmp_path / "weights", "max_sequences": 8, "device": "cuda"}

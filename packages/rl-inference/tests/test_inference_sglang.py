@@ -356,7 +356,7 @@ def test_server_job_has_settings_and_no_key() -> None:
     assert PROGRAM.is_file()
     for words in (
         "--model-path /models/0 --host {host} --port {port} --dtype bfloat16 --weight-version 7 --tp-size 2",
-        "--max-running-requests 8 --stream-interval 8",
+        "--stream-interval 8 --log-level-http warning --max-running-requests 8",
         "--mem-fraction-static 0.85 --context-length 1032",
         "--incremental-streaming-output --skip-server-warmup",
     ):
@@ -373,11 +373,12 @@ def test_server_job_has_settings_and_no_key() -> None:
 
 
 def test_server_job_on_cpu_has_cpu_options(tmp_path: Path) -> None:
-    job = server_job(SGLangEngineConfig(), ServeSpec(str(tmp_path), device="cpu"))
+    job, spec = server_job(SGLangEngineConfig(), ServeSpec(str(tmp_path), device="cpu")), ServeSpec("/models/0", gpus=1)
 
     assert job.command[0] == sys.executable
     assert "PYTHONPATH" not in job.env
-    assert "--max-total-tokens 65536" in " ".join(job.command)
+    assert "--max-running-requests 64 --max-total-tokens 65536" in " ".join(job.command)
+    assert "--max-running-requests" not in server_job(SGLangEngineConfig(dtype="bfloat16"), spec).command
     assert "--device cpu --attention-backend torch_native" in " ".join(job.command)
     assert job.env["SGLANG_USE_CPU_ENGINE"] == job.env["HF_HUB_OFFLINE"] == "1"
     assert not Path(job.env["SGLANG_NCCL_SO_PATH"]).exists()

@@ -323,11 +323,14 @@ def test_server_spec_has_required_options_and_environment(tmp_path):
         "--worker-extension-cls vllm_extension.WeightStage",
         "--max-model-len 512",
         "--stream-interval 8",
-        "--enforce-eager",
         "--max-num-batched-tokens 64",
     ):
         assert options in text
-    assert "--no-enable-chunked-prefill" not in text
+    for option in ("--no-enable-chunked-prefill", "--enforce-eager", "--max-num-seqs"):
+        assert option not in text
+    on_cpu = " ".join(VLLMEngine.server_spec(config, _spec()).command)
+    assert "--max-num-seqs 64" in on_cpu
+    assert "--enforce-eager" in on_cpu
     assert "prefix-caching" not in text, "vLLM reuses prefixes by default"
     assert "--no-enable-chunked-prefill" in VLLMEngine.server_spec(config, _spec()).command
     assert (job.role, job.count, job.gpus, job.needs_port, job.ready_path) == ("rollout", 2, 2, True, "/health")
@@ -338,6 +341,14 @@ def test_server_spec_has_required_options_and_environment(tmp_path):
         "--max-num-batched-tokens",
         "--stream-interval",
     }
+
+
+@pytest.mark.parametrize(
+    ("device", "gibibytes", "expected"), [("H100", 80, 1024), ("A100", 80, 256), ("L4", 24, 256), ("cpu", 0, 64)]
+)
+def test_concurrent_completions_default_to_those_of_vllm(device, gibibytes, expected):
+    assert VLLMEngineConfig().max_concurrent_completions(device, gibibytes * 2**30) == expected
+    assert VLLMEngineConfig(max_sequences=7).max_concurrent_completions(device, gibibytes * 2**30) == 7
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Inference servers and their clients.
 
 `EmbeddedEngine` is the client of servers started with `python -m rl_inference.embedded_server`;
-`EmbeddedEngine.server_spec` returns the job that starts them. To add another kind of server, implement a
-`ServerProtocol`, a subclass of `HttpEngine`, and its settings.
+`EmbeddedEngine.server_spec` returns the job that starts them. `InProcessEngine` is the embedded server without HTTP,
+for notebooks and tests. To add another kind of server, implement a `ServerProtocol`, a subclass of `HttpEngine`, and
+its settings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rl_contracts.runtime.lazy_imports import lazy_getattr
 if TYPE_CHECKING:
     from rl_inference.backends.embedded.config import EmbeddedEngineConfig
     from rl_inference.backends.embedded.engine import EmbeddedEngine
+    from rl_inference.backends.embedded.in_process import InProcessEngine
     from rl_inference.backends.sglang.config import SGLangEngineConfig
     from rl_inference.backends.sglang.engine import SGLangEngine
     from rl_inference.backends.vllm.config import VLLMEngineConfig
@@ -29,6 +31,7 @@ else:
             "EmbeddedEngine": "backends.embedded.engine",
             "EmbeddedEngineConfig": "backends.embedded.config",
             "HttpEngine": "client.engine",
+            "InProcessEngine": "backends.embedded.in_process",
             "SGLangEngine": "backends.sglang.engine",
             "SGLangEngineConfig": "backends.sglang.config",
             "ServerProtocol": "client.protocol",
@@ -41,6 +44,7 @@ __all__ = [
     "EmbeddedEngine",
     "EmbeddedEngineConfig",
     "HttpEngine",
+    "InProcessEngine",
     "SGLangEngine",
     "SGLangEngineConfig",
     "ServerProtocol",

@@ -10,6 +10,8 @@ from rl_contracts.config import require
 from rl_contracts.data import ServeSpec
 from rl_contracts.scheduler import JobSpec
 
+CPU_SEQUENCES = 64
+"""Default number of sequences that a server on a CPU generates at the same time. Its KV cache is small."""
 STREAM_INTERVAL = 8
 """Number of tokens per message of a stream. Larger messages take less of the client's time. A completion loses
 at most this many tokens if its server dies. Arguments of the server can override it."""
@@ -82,8 +84,9 @@ def program_job(config: Any, spec: ServeSpec, command: Sequence[str], environmen
         ready_path="/health",
         ready_timeout=config.ready_timeout,
         remedy=(
-            f"Read its log for the reason why it cannot serve {spec.model_path} in {config.dtype} on this machine. "
-            "Choose another model, other settings of rollout.server, or other servers (allocation=embedded:...)."
+            f"Read its log for the reason why it cannot serve {spec.model_path} in {config.served_dtype} on this "
+            "machine. Choose another model, other settings of rollout.server, or other servers "
+            "(allocation=embedded:...)."
         ),
     )
 

@@ -329,6 +329,8 @@ class HttpEngine(InferenceEngine):
                     if chunk is None:
                         continue
                     self._add_chunk(server, completion, chunk, committed)
+                    if completion.request.on_tokens is not None:
+                        completion.request.on_tokens(completion.output_ids)
                     if completion.stopped() and completion.finish is None and not abort_sent:
                         if not self.capabilities.version_stamps_at_end:
                             break

@@ -6,9 +6,11 @@ Failures are of three kinds: rejected (`InferenceError`), busy (`ServerBusyError
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,6 +18,7 @@ import aiohttp
 from rl_contracts.config import ClientConfig
 from rl_contracts.errors import InferenceError
 from rl_inference.client.file_limit import NO_FILE_LEFT, TooManyFilesError
+from rl_inference.client.identification import identify
 from rl_inference.client.protocol import Call, Exchange, ServerProtocol
 from rl_inference.client.server_state import SERVER_TRANSITIONS, ServerState, require_transition
 
@@ -294,9 +297,21 @@ class Transport:
         if response.status == 200:
             return
         message = f"{where} answered {response.status}: {self.protocol.error_message(await response.read())}"
+        if response.status == 404:
+            get = partial(self._get_json, server)
+            program = await identify(response.headers, self.protocol.life_header, get)
+            raise InferenceError(f"{message}; the program at this address is {program}")
         if response.status in (429, 503):
             raise ServerBusyError(message)
         raise InferenceError(message) if 400 <= response.status < 500 else ServerFailedError(message)
+
+    async def _get_json(self, server: Server, path: str) -> Any:
+        """Return the JSON value at a path of a server, or None if it has none."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT), self._request(server, Call(path, bytes), None) as response:
+                return json.loads(await response.read()) if response.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
 
     async def close(self) -> None:
         """Close all connections."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import ipaddress
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from rl_contracts.errors import RLError
 from rl_contracts.models.directory import check_model_directory
 from rl_contracts.runtime.http_connections import Connections
 from rl_contracts.runtime.logging import configure, get_logger
+from rl_contracts.runtime.machine import is_loopback
 from rl_contracts.scheduler import RUN_KEY_VARIABLE
 from rl_inference.backends.embedded.config import ServerOptions, parse
 from rl_inference.client.file_limit import raise_file_limit
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(arguments)
         require(
-            bool(key) or _is_loopback(options.host),
+            bool(key) or is_loopback(options.host),
             "server.host",
             f"a loopback address (127.0.0.1), or a run key in the environment variable {RUN_KEY_VARIABLE}",
             options.host,
@@ -48,6 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     except RLError as error:
         logger.error("%s", error)
         return 2
+    return run(serve(options, key))
+
+
+def run(server: Coroutine[Any, Any, int]) -> int:
+    """Set this process up for a server, run the server and return its exit code."""
     raise_file_limit()
     # The decode thread acquires the interpreter lock a thousand times per pass; the HTTP thread must not delay it.
     sys.setswitchinterval(0.0005)
@@ -58,15 +63,20 @@ def main(arguments: list[str] | None = None) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(serve(options, key))
+        code = runner.run(server)
     if threading.active_count() > 1:  # a thread that waits for a silent trainer must not delay the exit
         logging.shutdown()
         os._exit(code)
     return code
 
 
-async def serve(options: ServerOptions, key: str) -> int:
+async def serve(options: ServerOptions, key: str, on_ready: Callable[[str], object] = lambda _: None) -> int:
     """Listen, load the model, and serve until a signal, a call of `/shutdown` or a crash of the decode thread.
+
+    Args:
+        options: settings and address.
+        key: run key, or an empty string for none.
+        on_ready: called with the address `host:port` once requests can be served.
 
     Returns:
         The exit code.
@@ -101,6 +111,7 @@ async def serve(options: ServerOptions, key: str) -> int:
             loop.start()
             http.serve(loop)
             logger.info("ready: http://%s serves %s on %s", address, options.spec.model_path, loop.model.device)
+            on_ready(address)
         return await ended
     except RLError as error:
         logger.error("%s: %s", type(error).__name__, error)
@@ -120,25 +131,15 @@ def _load(
     The thread also imports torch and transformers. The port is bound, and `/health` replies, seconds before these
     imports finish.
     """
-    config, spec = options.config, options.spec
     events = asyncio.get_running_loop()
     result: asyncio.Future[DecodeLoop] = events.create_future()
 
     def work() -> None:
         try:
-            check_model_directory(str(Path(spec.model_path).absolute()))
-            import torch
+            check_model_directory(str(Path(options.spec.model_path).absolute()))  # before the slow imports
+            from rl_inference.embedded_server.startup import load_decode_loop
 
-            from rl_inference.embedded_server.loop import DecodeLoop
-            from rl_inference.embedded_server.model.loading import load_model
-            from rl_inference.embedded_server.weights import ServedWeights, restore
-
-            if spec.cpus:
-                torch.set_num_threads(spec.cpus)
-            model = load_model(config, spec, options.sharing)
-            weights = ServedWeights(model.model, spec.weights_dir, holder, spec.version, spec.model_path)
-            restore(weights, spec.weights_dir)
-            loop = DecodeLoop(model, weights, config.max_sequences, on_crash, spec.deterministic)
+            loop = load_decode_loop(options, holder, on_crash)
         except BaseException as error:  # noqa: BLE001 - passed to the main thread
             events.call_soon_threadsafe(result.set_exception, error)
         else:
@@ -157,13 +158,6 @@ def _freeze_garbage_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name
-        return False
 
 
 def _bind_error(options: ServerOptions, error: OSError) -> str:

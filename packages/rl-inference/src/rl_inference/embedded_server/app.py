@@ -35,14 +35,12 @@ from rl_inference.embedded_server.requests import (
     SamplingParams,
     Score,
     Stage,
-    check_ids,
-    check_temperature,
     expect,
     is_batch,
     read_images,
     to_jobs,
 )
-from rl_inference.embedded_server.scoring import ScoreJob
+from rl_inference.embedded_server.scoring import to_score_job
 
 if TYPE_CHECKING:
     from rl_inference.embedded_server.loop import DecodeLoop
@@ -224,7 +222,7 @@ class ServerApp:
                 "context_length": model.context_length,
                 "vocab_size": model.vocab_size,
                 "slots": self.config.max_sequences,
-                "dtype": self.config.dtype,
+                "dtype": self.config.served_dtype,
                 "device": str(model.device),
                 "end_token_ids": sorted(model.end_ids),
                 "has_tokenizer": model.tokenizer is not None,
@@ -318,9 +316,7 @@ class ServerApp:
         With `before`, use the weights served before the last commit.
         """
         body = await self._read(request, Score)
-        job = ScoreJob(check_ids(body.input_ids, self.loop.model), check_temperature(body.temperature), body.before)
-        if self.loop.model.vision is not None:
-            self.loop.model.vision.check_placeholders(job.ids)
+        job = to_score_job(body, self.loop.model)
         if refused := self._full(self._scores + 1):
             return refused
         self._scores += 1

@@ -79,6 +79,11 @@ class DecodeLoop:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def stop(self, timeout: float = 10.0) -> None:
         """End unfinished jobs as aborted and join the thread."""
         self._inbox.put(self._stop)

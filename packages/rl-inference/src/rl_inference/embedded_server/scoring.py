@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rl_inference.embedded_server.requests import Score, check_ids, check_temperature
+
 if TYPE_CHECKING:
     from rl_inference.embedded_server.model.slot_model import SlotModel
     from rl_inference.embedded_server.slots import SlotTable
@@ -30,6 +32,18 @@ class ScoreJob:
     """Log-probs computed so far."""
     version: int = -1
     """Version of the weights that computed `logprobs`."""
+
+
+def to_score_job(request: Score, model: SlotModel) -> ScoreJob:
+    """Return the job of a request.
+
+    Raises:
+        InferenceError: the request is invalid.
+    """
+    job = ScoreJob(check_ids(request.input_ids, model), check_temperature(request.temperature), request.before)
+    if model.vision is not None:
+        model.vision.check_placeholders(job.ids)
+    return job
 
 
 class ScoreQueue:

@@ -24,8 +24,9 @@ class EmbeddedEngineConfig(ServerConfig):
     """
 
     setting: ClassVar[str] = "server"
-    dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
-    """Dtype of the served weights: `float32`, `bfloat16` or `float16`."""
+    dtype: str = choice("", ("", "float32", "bfloat16", "float16"))
+    """Dtype of the served weights: `float32`, `bfloat16` or `float16`. Empty: `model.dtype` of the run, or float32
+    outside of a run."""
     max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
     """Maximum number of sequences that one server generates at the same time. Further requests wait."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
@@ -44,6 +45,11 @@ class EmbeddedEngineConfig(ServerConfig):
     ready_timeout: float = bounded(180.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds that a server may take from its start until it is ready."""
 
+    @property
+    def served_dtype(self) -> str:
+        """Dtype in which the servers compute: `dtype`, or float32 if neither the run nor the caller sets one."""
+        return self.dtype or "float32"
+
     def program(self) -> ServerProgram | None:
         """Return this package as a requirement of the interpreter `python`, or None if `python` is empty."""
         if not self.python:
@@ -51,13 +57,17 @@ class EmbeddedEngineConfig(ServerConfig):
         remedy = f"Install it there (`{self.python} -m pip install rl-inference`), or leave server.python empty."
         return ServerProgram(self.python, "rl_inference.embedded_server.__main__", ("rl-inference",), remedy)
 
-    def max_concurrent_completions(self) -> int | None:
+    def max_concurrent_completions(self, device: str = "cpu", memory: float = 0.0) -> int | None:
         """Return `max_sequences`, the number of decode slots; see `ServerConfig.max_concurrent_completions`."""
         return self.max_sequences
 
     def cache_bytes(self, memory: float, weights: float) -> float:
         """Return `cache_gib` in bytes, or half of the memory without weights; see `ServerConfig.cache_bytes`."""
         return self.cache_gib * 2**30 or max(memory - weights, 0.0) / 2
+
+    def sleeping_bytes(self, memory: float, weights: float) -> float:
+        """Return the bytes of the weights; see `ServerConfig.sleeping_bytes`."""
+        return weights
 
     def check(self, spec: ServeSpec) -> None:
         """Reject allocations that split the model, and compilation in deterministic runs."""

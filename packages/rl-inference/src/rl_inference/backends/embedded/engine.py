@@ -24,7 +24,7 @@ class EmbeddedEngine(HttpEngine):
     @property
     def served_dtype(self) -> str:
         """Dtype of the servers' weights and computation."""
-        return self.server_config.dtype
+        return self.server_config.served_dtype
 
     @classmethod
     def server_spec(cls, config: EmbeddedEngineConfig, spec: ServeSpec) -> JobSpec:

@@ -12,7 +12,7 @@ from rl_contracts.data import ServeSpec
 from rl_contracts.inference import ServerConfig, ServerProgram
 from rl_contracts.models.directory import context_length
 from rl_contracts.scheduler import JobSpec
-from rl_inference.backends.external_program import STREAM_INTERVAL, check_program, on_cpu, program_job
+from rl_inference.backends.external_program import CPU_SEQUENCES, STREAM_INTERVAL, check_program, on_cpu, program_job
 
 PROGRAM = Path(__file__).parents[1] / "plugins" / "sglang_server.py"
 """File that the server's Python interpreter runs, in an environment that has SGLang."""
@@ -26,8 +26,8 @@ RESERVED_ARGUMENTS = (
 )
 """Options that other settings set, or that the run relies on."""
 CPU_CACHE_TOKENS = 65536
-"""Size of the KV cache on a CPU, in tokens; `memory_share` sets it on a GPU. Enough for 64 sequences of 1,024 tokens.
-`--max-total-tokens` in `arguments` overrides it."""
+"""Size of the KV cache on a CPU, in tokens; `memory_share` sets it on a GPU. Enough for 1,024 tokens of each of
+`CPU_SEQUENCES` sequences. `--max-total-tokens` in `arguments` overrides it."""
 SPARE_TOKENS = 8
 """Tokens added to the context length at the start, because SGLang leaves a few tokens of its context unused."""
 _ON_CPU = (
@@ -41,15 +41,17 @@ class SGLangEngineConfig(ServerConfig):
     """Settings of SGLang 0.5 servers, on GPUs or CPUs."""
 
     setting: ClassVar[str] = "server"
-    dtype: str = choice("float32", ("float32", "bfloat16", "float16"))
-    """Dtype of the served weights: `float32` (on CPUs only), `bfloat16` (recommended on GPUs) or `float16`."""
+    dtype: str = choice("", ("", "float32", "bfloat16", "float16"))
+    """Dtype of the served weights: `float32` (on CPUs only), `bfloat16` or `float16`. Empty: `model.dtype` of the run,
+    or float32 outside of a run."""
     quantization: str = choice("", ("", "fp8"))
     """Quantization of the weights: empty for none, or `fp8`, applied when they are loaded. `fp8` requires GPUs, and
     servers whose weights are never updated."""
     context_length: int = bounded(0, "0 (the model's) or more", lambda tokens: tokens >= 0)
     """Maximum number of tokens of prompt and completion together. 0: the model's maximum."""
-    max_sequences: int = bounded(64, "at least 1", lambda sequences: sequences >= 1)
-    """Maximum number of sequences that one server generates at the same time. Further requests wait."""
+    max_sequences: int = bounded(0, "0 (SGLang's default) or more", lambda sequences: sequences >= 0)
+    """Maximum number of sequences that one server generates at the same time. Further requests wait. 0: SGLang's
+    default (2,048 to 4,096, by the size of the KV cache), and 64 on a CPU."""
     memory_share: float = bounded(0.85, "in (0, 1)", lambda fraction: 0 < fraction < 1)
     """Fraction of a GPU's memory for weights and KV cache."""
     arguments: list[str] = field(default_factory=list)
@@ -59,6 +61,11 @@ class SGLangEngineConfig(ServerConfig):
     """Path of a Python interpreter with SGLang. Empty: the interpreter of this process."""
     ready_timeout: float = bounded(900.0, "seconds above 0", lambda seconds: seconds > 0)
     """Seconds that a server may take from its start until its first generated token."""
+
+    @property
+    def served_dtype(self) -> str:
+        """Dtype in which the servers compute: `dtype`, or float32 if neither the run nor the caller sets one."""
+        return self.dtype or "float32"
 
     def program(self) -> ServerProgram:
         return ServerProgram(
@@ -71,9 +78,9 @@ class SGLangEngineConfig(ServerConfig):
             "0.6",
         )
 
-    def max_concurrent_completions(self) -> int | None:
-        """Return `max_sequences`; see `ServerConfig.max_concurrent_completions`."""
-        return self.max_sequences
+    def max_concurrent_completions(self, device: str = "cpu", memory: float = 0.0) -> int | None:
+        """Return `max_sequences`, or the smallest default of SGLang; see `ServerConfig.max_concurrent_completions`."""
+        return self.max_sequences or (CPU_SEQUENCES if device == "cpu" else 2048)
 
     def cache_bytes(self, memory: float, weights: float) -> float:
         """Return the bytes of `memory_share` without the weights; see `ServerConfig.cache_bytes`."""
@@ -89,10 +96,10 @@ class SGLangEngineConfig(ServerConfig):
             self.quantization,
         )
         require(
-            self.dtype != "float32" or on_cpu(spec),
+            self.served_dtype != "float32" or on_cpu(spec),
             "server.dtype",
-            "bfloat16 or float16 on GPUs, the only dtypes of SGLang's attention there (set actor.dtype to the same)",
-            self.dtype,
+            "bfloat16 or float16 on GPUs, the only dtypes of SGLang's attention there (set model.dtype=bfloat16)",
+            self.served_dtype,
         )
 
 
@@ -116,13 +123,14 @@ def _arguments(config: SGLangEngineConfig, spec: ServeSpec) -> list[str]:
         "model-path": spec.model_path,
         "host": "{host}",
         "port": "{port}",
-        "dtype": config.dtype,
+        "dtype": config.served_dtype,
         "weight-version": spec.version,
         "tp-size": spec.strategy.tensor,
-        "max-running-requests": config.max_sequences,
         "stream-interval": STREAM_INTERVAL,
         "log-level-http": "warning",
     }
+    if sequences := config.max_sequences or (CPU_SEQUENCES if on_cpu(spec) else 0):
+        values["max-running-requests"] = sequences
     values |= {"max-total-tokens": CPU_CACHE_TOKENS} if on_cpu(spec) else {"mem-fraction-static": config.memory_share}
     if context := context_of(config, spec):
         values["context-length"] = context + SPARE_TOKENS

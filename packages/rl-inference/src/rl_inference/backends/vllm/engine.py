@@ -25,7 +25,7 @@ class VLLMEngine(HttpEngine):
     @property
     def served_dtype(self) -> str:
         """Dtype of the servers' weights and computation; `fp8` if they quantize the weights."""
-        return self.server_config.quantization or self.server_config.dtype
+        return self.server_config.quantization or self.server_config.served_dtype
 
     @classmethod
     def server_spec(cls, config: VLLMEngineConfig, spec: ServeSpec) -> JobSpec:

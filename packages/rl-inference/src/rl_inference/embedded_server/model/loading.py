@@ -58,7 +58,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
         loaded: Any = auto_class(hf_config).from_pretrained(
             path,
             config=hf_config,
-            dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, config.served_dtype),
             attn_implementation=slot_implementation(hf_config),
             local_files_only=True,
             use_safetensors=True,
@@ -69,7 +69,7 @@ def load_model(config: EmbeddedEngineConfig, spec: ServeSpec, sharing: int = 1) 
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if IMPLEMENTATION in error.args:  # the model has a fixed table of attention classes
             raise ModelError(_no_attention(str(hf_config.model_type))) from error
-        raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.dtype}: {error}") from error
+        raise ModelError(f"{path}: the model cannot be loaded on {device} in {config.served_dtype}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(

@@ -13,6 +13,7 @@ import pytest
 from rl_contracts.conformance.scheduler import listens, python, server
 from rl_contracts.errors import ConfigError, LaunchError, ServerStartError
 from rl_contracts.runtime.name_service import FileNames
+from rl_contracts.runtime.run_files import read_json
 from rl_contracts.scheduler import JobSpec, Worker, WorkerStatus
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import Launcher, LauncherConfig, LocalScheduler, Resume, RunControl
@@ -116,9 +117,11 @@ def test_trainer_killed_or_failed_resumes_from_checkpoint_and_new_servers(
 
 
 def test_two_ranks_killed_together_cause_one_restart(scheduler: LocalScheduler, tmp_path: Path) -> None:
-    run = Steps(tmp_path, "3:kill", count=2)
-    assert Launcher(scheduler).run([], run.trainers, resume=run.resume) == 0
+    run, names = Steps(tmp_path, "3:kill", count=2), FileNames(tmp_path / "names")
+    with RunControl(names) as control:
+        assert Launcher(scheduler, control=control).run([], run.trainers, resume=run.resume) == 0
     assert run.resumed == [2]
+    assert read_json(names, "status")["restart_steps"] == [2]
 
 
 def test_trainer_error_before_first_step_does_not_restart_run(scheduler: LocalScheduler, tmp_path: Path) -> None:

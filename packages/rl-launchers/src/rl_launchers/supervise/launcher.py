@@ -187,7 +187,9 @@ class Launcher:
         logger.warning("%s", message)
         for log in logs:
             separate(log, message)
-        self._control.set_status(trainer_restarts=restarts.count, history=restarts.headlines())
+        self._control.set_status(
+            trainer_restarts=restarts.count, restart_steps=restarts.steps, history=restarts.headlines()
+        )
         return False
 
     def _start(self, trainer_specs: TrainerSpecs, interrupts: Interrupts, together: bool) -> None:

@@ -60,6 +60,8 @@ class RunRestarts:
         self._idle = -1
         self.count = 0
         """Number of restarts so far."""
+        self.steps: list[int] = []
+        """Step after which each restart resumed; 0: from the beginning."""
         self.history: list[str] = []
         """Errors and restarts in order: the first error with lines of its log, the rest one sentence each."""
 
@@ -98,6 +100,7 @@ class RunRestarts:
             self._refuse(error, f"The run was not restarted: {obstacle}")
         self._furthest = (max(self._furthest[0], reached[0]), max(self._furthest[1], reached[1]))
         self.count += 1
+        self.steps.append(step)
         count = self._restarts.add()
         where = f"after step {step}, the newest recovery checkpoint" if step else "from the beginning"
         self._record(error, f"{time.strftime('%H:%M:%S')}, {count}, {where}.")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.errors import DataError
@@ -13,7 +14,15 @@ from rl_contracts.errors import DataError
 if TYPE_CHECKING:
     from rich.text import Text
 
-_FILE = re.compile(r"(eval_)?step_(\d+)-\d+\.jsonl")
+TURN_CHARACTERS = 160
+"""Maximum length of the user's turn in a short conversation."""
+_FILE = re.compile(r"(eval_(?:[\w-]+_)?)?step_(\d+)-\d+\.jsonl")
+_USER_TURN = re.compile(r"<[^<>]*>user(?:<[^<>]*>|\n)|<[|\uff5c]user[|\uff5c]>|\[INST\]", re.IGNORECASE)
+"""Start of a user's turn in common chat templates."""
+_END_OF_TURN = re.compile(
+    r"<[|\uff5c](?:im_end|eot_id|eot|end|assistant)[|\uff5c]>|<end_of_turn>|\[/INST\]", re.IGNORECASE
+)
+_SPECIAL_TOKENS = re.compile(r"(?:<\|\w+\|>)+")
 _STYLES = {
     "system": "magenta",
     "user": "cyan",
@@ -51,18 +60,20 @@ def kept_steps(directory: Path, evaluation: bool) -> list[int]:
     return steps
 
 
-def conversation(completion: dict[str, Any], where: str, directory: Path) -> Text:
+def conversation(completion: dict[str, Any], where: str, directory: Path, short: bool = False) -> Text:
     """Render a record of `rollouts/` for the terminal. An image is shown as its size and path.
 
     Args:
         completion: the record.
         where: beginning of the heading, such as the step.
         directory: run directory.
+        short: whether to begin with the last turn of the user, cut to `TURN_CHARACTERS`.
     """
     from rich.text import Text
 
     heading = [
         where,
+        *([f"set {completion['set']}"] if completion.get("set") else []),
         *(f"{name} {completion[f'{name}_id']}" for name in ("prompt", "episode")),
         f"reward {completion['reward']:g}",
     ]
@@ -75,10 +86,33 @@ def conversation(completion: dict[str, Any], where: str, directory: Path) -> Tex
         text.append(
             _escape_control_characters(f"image {number}: {image['width']} x {image['height']}, {path}\n"), "dim"
         )
-    for message in completion.get("conversation") or _as_conversation(completion):
+    for message in _last_turns(completion) if short else completion.get("conversation") or _as_conversation(completion):
         text.append(f"{message['role']}{_version_and_reward(message)}: ", style=_STYLES.get(message["role"], ""))
         text.append(f"{_escape_control_characters(_message_text(message))}\n", style="not bold")
     return text
+
+
+def last_user_turn(completion: dict[str, Any]) -> str:
+    """Return the text of the user's last turn, or the whole prompt if its chat template is not a common one."""
+    messages = completion.get("conversation") or ()
+    if turns := [message for message in messages if message.get("role") == "user"]:
+        content = turns[-1].get("content") or ""
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return "".join(part.get("text", "") for part in parts)
+    prompt = str(completion.get("prompt", ""))
+    starts = [match.end() for match in _USER_TURN.finditer(prompt)]
+    if not starts:
+        return prompt
+    turn = _END_OF_TURN.split(prompt[starts[-1] :], maxsplit=1)[0]
+    return _SPECIAL_TOKENS.sub("", turn).strip()  # such as the placeholders of images
+
+
+def _last_turns(completion: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the last turn of the user, shortened, and all messages after it."""
+    messages = completion.get("conversation") or _as_conversation(completion)
+    last = max((i for i, message in enumerate(messages) if message["role"] in ("user", "prompt")), default=-1)
+    turn = {"role": "user", "content": shorten(last_user_turn(completion), TURN_CHARACTERS)}
+    return [turn, *messages[last + 1 :]]
 
 
 def _as_conversation(completion: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,14 +29,15 @@ REFRESHES = 2.0
 """Redraws per second."""
 COMPLETION_SECONDS = 10.0
 """Seconds for which a completion is shown."""
-COMPLETION_LINES = 6
+COMPLETION_LINES = 12
+"""Maximum lines of the completion."""
 RECENT = 20
 """Number of recent steps whose mean duration gives the estimate of the remaining time."""
+FRAME_LINES = 4
+"""Lines of the frame, of the empty line above the completion, and of the cursor."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 STAGES = {"rollout_wait": "yellow", "train": "green", "publish": "blue", "gap": "magenta", "sleep": "cyan"}
 """Color of each stage of a step."""
-SMALL = 24
-"""Minimum lines of a terminal for which the view shows a completion."""
 
 
 @dataclass
@@ -75,11 +76,21 @@ class RunView:
             *self._stage_times(width, plain),
         ]
         parts += [Text(f"warning: {text}", style="yellow") for text in list(self.warnings.values())[-3:]]
-        if self.completion is not None and console.size.height >= SMALL:
-            parts += [Text(), *self.completion.split("\n")[:COMPLETION_LINES]]
+        if self.completion is not None:
+            others = len(console.render_lines(Group(*parts), options.update_width(max(1, width)))) + FRAME_LINES
+            parts += [Text(), *self._completion_lines(console, width, console.size.height - others)]
         name = Text(self.name)
         name.truncate(max(1, panel_width - 6), overflow="ellipsis")  # a long title would widen the panel
         yield Panel(Group(*parts), title=name, title_align="left", border_style="dim", width=panel_width)
+
+    def _completion_lines(self, console: Console, width: int, available: int) -> list[Text]:
+        """Return the wrapped lines of the completion that fit. The last line counts the omitted ones."""
+        assert self.completion is not None
+        lines = [*self.completion.wrap(console, max(1, width))]
+        number = max(1, min(COMPLETION_LINES, available))
+        if len(lines) > number:
+            lines[number - 1 :] = [Text(f"[... {len(lines) - number + 1} more lines; see rl show]", style="dim")]
+        return lines
 
     def _progress_row(self) -> Table:
         done = self.records[-1]["step"] if self.records else 0
@@ -167,14 +178,14 @@ class Screen:
 
     def update_completion(self) -> None:
         """Show the newest completion if the last one was shown long enough."""
-        if time.monotonic() < self._next_update or not self.view.records:
+        if time.monotonic() < self._next_update:
             return
         self._next_update = time.monotonic() + COMPLETION_SECONDS
         for step, path in reversed(list(completion_files(self._directory, evaluation=False))):
             lines = path.read_bytes().rpartition(b"\n")[0].splitlines()
             if lines:
-                self.view.completion = conversation(json.loads(lines[-1]), f"step {step}", self._directory)
-                self.view.completion.no_wrap, self.view.completion.overflow = True, "ellipsis"
+                self.view.completion = conversation(json.loads(lines[-1]), f"step {step}", self._directory, short=True)
+                self.view.completion.rstrip()
                 return
 
     def _current_view(self) -> RunView:

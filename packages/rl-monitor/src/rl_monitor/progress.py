@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_contracts.runtime.json_lines import LineReader
+from rl_contracts.runtime.run_files import read_stage
 from rl_contracts.runtime.terminal import leave_pipe
 
 if TYPE_CHECKING:
@@ -49,6 +51,18 @@ PREFERENCE_COLUMNS: dict[str, tuple[str, str]] = {
 }
 
 STAGES = ("rollout_wait", "train", "publish", "gap")
+
+STAGE_TEXTS = {
+    "rollout_wait": "waiting for the first batch",
+    "train": "training",
+    "publish": "sending the weights to the servers",
+    "gap": "comparing log-probs of servers and trainer",
+    "sleep": "switching the devices between servers and trainers",
+    "save": "saving a checkpoint",
+    "recover": "saving a recovery checkpoint",
+    "evaluate": "evaluating",
+}
+"""Description of each stage of a trainer, see `rl_contracts.runtime.run_files`."""
 
 CUT_OFF = 0.2
 """Fraction of truncated completions from which a step gives a warning."""
@@ -153,12 +167,15 @@ class RunProgress:
         for record in self._reader.read():
             if self._screen:
                 self._screen.view.add(record)
-                self._screen.view.stage = "training"
             else:
                 self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
             for kind, warning in warnings_of(record).items():
                 self._warn(kind, warning, record["step"])
         if self._screen:
+            if stage := describe_stage(self._metrics.parent):
+                self.print_message(stage)
+            elif self._screen.view.records:
+                self.print_message("training")
             self._screen.update_completion()
 
     def _warn(self, kind: str, warning: str, step: int) -> None:
@@ -173,6 +190,16 @@ class RunProgress:
             self._screen.view.warn(kind, f"step {step}: {warning}{repeats}")
         elif times & (times - 1) == 0:
             self.console.print(f"warning: {warning}{repeats}", soft_wrap=True)
+
+
+def describe_stage(run_dir: Path) -> str:
+    """Return the stage that a run shows, with its progress and seconds; empty between stages."""
+    stage = read_stage(run_dir)
+    if stage is None:
+        return ""
+    text = STAGE_TEXTS.get(stage["stage"], stage["stage"])
+    progress = ", {} of {}".format(*stage["progress"]) if stage["progress"] else ""
+    return f"{text}{progress}, {max(0.0, time.time() - stage['since']):.0f} s"
 
 
 def step_line(record: dict[str, Any], columns: dict[str, tuple[str, str]], total_steps: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_contracts.errors import ConfigError, DataError
 from rl_monitor.completions import completion_files, conversation, format_steps, kept_steps
-from rl_monitor.progress import METRICS, RunProgress
+from rl_monitor.progress import METRICS, RunProgress, describe_stage
 from rl_monitor.run_directory import last_record, read_config
 from rl_monitor.status import read_new_lines, require_names, status_of, while_alive
 
@@ -26,7 +26,7 @@ def watch_steps(directory: Path) -> int:
     with RunProgress(directory / "metrics.jsonl", steps, METRICS, from_the_start=True) as progress:
         for _ in while_alive(names):
             progress.tick()
-            if not last_record(directory):
+            if not last_record(directory) and not describe_stage(directory):
                 progress.print_message(status_of(directory)["state"])
         progress.tick()
         progress.print_message(status_of(directory)["state"])

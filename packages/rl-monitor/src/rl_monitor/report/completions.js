@@ -87,21 +87,49 @@ function completionBody(completion, by) {
   return lines;
 }
 
-function completionCard(completion, by, open) {
+function completionCard(completion, by) {
   const versions = completion.version_first === completion.version_last ? `v${completion.version_first}` : `v${completion.version_first}–${completion.version_last}`;
   const parts = [completion.run, `${completion.evaluation ? "evaluation at step" : "step"} ${completion.step}`,
+    completion.set && `set ${completion.set}`,
     completion.advantage === undefined ? "" : `advantage ${number(completion.advantage)}`, `prompt ${completion.prompt_id}`, versions,
     completion.tokens ? `${completion.tokens.count} tokens` : "", stopOf(completion), completion.rejected ? outcomeOf(completion) : ""];
   const card = element("details", {}, element("summary", {}, element("b", {}, `reward ${number(completion.reward)}`), ` ${parts.filter((part) => part).join(" · ")}`));
-  const fill = () => card.open && card.childElementCount === 1 && card.append(...completionBody(completion, by));
-  card.addEventListener("toggle", fill);
-  card.open = open;
-  fill();
+  card.addEventListener("toggle", () => card.open && card.childElementCount === 1 && card.append(...completionBody(completion, by)));
   return card;
+}
+
+// Return the last turn of the user and the completion, with the reward as title.
+function shortCard(title, completion) {
+  const lines = [], role = (text) => element("div", { class: "role" }, text), messages = completion.conversation;
+  if (messages) lines.push(...messages.slice(Math.max(0, messages.findLastIndex((message) => message.role === "user"))).flatMap(messageLines));
+  else {
+    if (completion.images) lines.push(element("div", { class: "text images" }, ...completion.images.map(partNode)));
+    lines.push(role("user"), element("div", { class: "text user" }, completion.question ?? completion.prompt ?? ""));
+    lines.push(role("completion"), element("div", { class: "text assistant" }, completion.completion ?? ""));
+  }
+  if (completion.answer !== undefined) lines.push(role("expected"), element("div", { class: "text" }, completion.answer));
+  const heading = element("h3", {}, `${title}: reward ${number(completion.reward)}`, element("small", {}, `prompt ${completion.prompt_id}`));
+  return element("article", { class: "card" }, heading, ...lines);
+}
+
+// Show the best and the worst completion of a run's newest step, or of the newest step with different rewards.
+function setUpExtremes(run, several) {
+  const steps = new Map();
+  for (const one of run.completions.filter((one) => !one.rejected)) {
+    const key = `${one.evaluation} ${one.step}`;
+    steps.set(key, [...(steps.get(key) ?? []), one]);
+  }
+  const ordered = [...steps.values()].map((completions) => completions.sort((a, b) => b.reward - a.reward));
+  const chosen = ordered.find((completions) => completions[0].reward !== completions.at(-1).reward) ?? ordered[0];
+  if (!chosen) return;
+  const where = `${several ? `${run.label}, ` : ""}${chosen[0].evaluation ? "evaluation at " : ""}step ${chosen[0].step}`;
+  const cards = [shortCard(`Best of ${where}`, chosen[0]), shortCard(`Worst of ${where}`, chosen.at(-1))];
+  document.getElementById("extremes").append(element("div", { class: "pair" }, ...cards));
 }
 
 function setUpAnswers(runs, images) {
   thumbnails = images;
+  for (const run of runs) setUpExtremes(run, runs.length > 1);
   const completions = runs.flatMap((run) => run.completions.map((completion) => ({ ...completion, run: runs.length > 1 ? run.label : "" })));
   const list = document.getElementById("completion-list");
   if (!completions.length) return list.append(element("p", { class: "faint" }, "No completions are saved (see rollouts.every)."));
@@ -136,7 +164,7 @@ function setUpAnswers(runs, images) {
       (by.value === "advantage" && !some((completion) => completion.advantage !== undefined));
     document.getElementById("colors").textContent =
       `${matches.length} of the ${completions.length} completions on this page. ${missing ? `None of them has a recorded ${by.value}.` : COLOR_BY[by.value]}`;
-    list.replaceChildren(...matches.slice(0, number).map((completion, i) => completionCard(completion, by.value, i === 0)));
+    list.replaceChildren(...matches.slice(0, number).map((completion) => completionCard(completion, by.value)));
     if (matches.length <= number) return;
     const more = element("button", {}, `${matches.length - number} more`);
     more.addEventListener("click", () => draw(number + SHOWN));

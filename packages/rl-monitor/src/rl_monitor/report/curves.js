@@ -1,9 +1,10 @@
-// Curves as SVG. A series is {label, color, dash, steps, values}; a panel is a title, metric names and a scale.
+// Curves as SVG. A series is {label, note, color, dash, steps, values}; a panel is a title, metric names and a scale.
 
 const COLORS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#dc2626", "#0891b2", "#ca8a04", "#db2777", "#64748b", "#65a30d"];
 const DASHES = ["", "5 3", "1 3", "8 3 1 3"];
-const WIDTH = 360, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const WIDTH = 360, HEIGHT = 210, LEFT = 46, RIGHT = 8, TOP = 18, BOTTOM = 32;
 const MARKED = 30; // maximum points of a curve with a mark at each point
+let notes = {}; // meaning, unit and kind of each metric by name
 
 const PANELS = [
   ["Reward", ["reward/mean", "eval/reward"]],
@@ -50,40 +51,64 @@ function seriesOf(runs, names, smooth) {
     const [steps, values] = run.curves[name];
     const color = COLORS[(several ? i : j) % COLORS.length];
     const label = several ? `${run.label} ${name}` : name;
-    series.push({ label, color, dash: several ? DASHES[j % DASHES.length] : "", steps, values: smoothed(values, smooth) });
+    series.push({ label, note: notes[name], color, dash: several ? DASHES[j % DASHES.length] : "", steps, values: smoothed(values, smooth) });
   }));
   return series;
 }
 
 function ticks(low, high) {
-  const raw = (high - low) / 4, power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= raw);
   const positions = [];
   for (let i = Math.ceil(low / step); i * step <= high + step * 1e-9; i++) positions.push(i * step);
   return positions;
 }
 
-// Return an SVG with axes, functions from step and value to coordinates, and the range of steps.
-function frame(steps, values, log) {
-  let [left, right] = [Math.min(...steps), Math.max(...steps)];
+// Return the lowest and the highest value of an axis. Fractions have the axis 0 to 1, a log axis whole powers of 10.
+function rangeOf(values, log, fraction) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
+  if (fraction && low >= 0 && high <= 1) return [0, 1];
+  if (log) return [Math.floor(Math.log10(low)), Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
+  if (low === high) return high > 0 ? [0, high * 1.25] : [low - 1, high + 1];
+  const margin = (high - low) * 0.05;
+  return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
+}
+
+// Return an SVG with axes, functions from step and value to coordinates, and the range of steps.
+function frame(steps, values, { log = false, fraction = false, unit = "" } = {}) {
+  let [left, right] = [Math.min(...steps), Math.max(...steps)];
   if (left === right) [left, right] = [left - 1, right + 1];
-  if (log) [low, high] = [Math.log10(low), Math.log10(high)];
-  const margin = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
-  [low, high] = [low >= 0 && !log && low - margin < 0 ? 0 : low - margin, high + margin];
+  const [low, high] = rangeOf(values, log, fraction);
   const x = (step) => LEFT + ((step - left) / (right - left)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - (((log ? Math.log10(value) : value) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
-  for (const at of ticks(low, high)) {
+  svg.append(element("text", { class: "unit", x: 2, y: 10 }, unit), element("text", { x: (LEFT + WIDTH) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, "step"));
+  for (const at of ticks(low, high).filter((at) => !log || Number.isInteger(at))) {
     const value = log ? 10 ** at : at;
     svg.append(element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(element("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(Number(value.toPrecision(6)))));
   }
   for (const step of ticks(left, right).filter(Number.isInteger)) {
     const anchor = x(step) > WIDTH - 20 ? "end" : "middle";
-    svg.append(element("text", { x: x(step) + (anchor === "end" ? RIGHT - 2 : 0), y: HEIGHT - 5, "text-anchor": anchor }, String(step)));
+    svg.append(element("text", { x: x(step) + (anchor === "end" ? RIGHT - 2 : 0), y: HEIGHT - BOTTOM + 14, "text-anchor": anchor }, String(step)));
   }
   return { svg, x, y, left, right };
+}
+
+// Draw a dashed line at each step after which a run was resumed, and a triangle at each checkpoint.
+function drawMarks({ svg, x, left, right }, runs) {
+  const visible = (steps) => steps.filter((step) => left <= step && step <= right), base = HEIGHT - BOTTOM;
+  for (const step of visible(runs.flatMap((run) => run.resumed))) svg.append(element("line", { class: "resumed", x1: x(step), x2: x(step), y1: TOP, y2: base }));
+  for (const step of visible(runs.flatMap((run) => run.checkpoints))) svg.append(element("path", { class: "checkpoint", d: `M${x(step) - 4} ${base}h8l-4 -7Z` }));
+}
+
+function marksText(runs) {
+  return runs.flatMap((run) => [[run.resumed, "┆", "resumed after"], [run.checkpoints, "▲", "checkpoints of"]].filter(([steps]) => steps.length)
+    .map(([steps, sign, text]) => `${sign} ${runs.length > 1 ? `${run.label}: ` : ""}${text} step${steps.length > 1 ? "s" : ""} ${listed(steps)}`)).join("  ");
+}
+
+function listed(steps) {
+  return (steps.length > 8 ? [...steps.slice(0, 3), "...", ...steps.slice(-3)] : steps).join(", ");
 }
 
 // Return the text alternative of a chart for screen readers: the first and the last value of each series.
@@ -93,14 +118,14 @@ function summary(title, series) {
   return `${title}: ${ends.join("; ")}`;
 }
 
-// Return a card whose legend shows the values at the step under the pointer; `valuesAt(step)` lists [label, color, value, dash].
-function card(title, note, picture, valuesAt) {
+// Return a card whose legend shows the values at the step under the pointer; `valuesAt(step)` lists [label, color, value, note, dash].
+function card(title, caveat, picture, valuesAt) {
   const { svg, x, left, right } = picture;
-  const legend = element("p", { class: "legend" }), caption = element("small", {}, note);
+  const legend = element("p", { class: "legend" }), caption = element("small", {}, caveat);
   const cursor = element("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
-  const show = (step) => legend.replaceChildren(...valuesAt(step).map(([label, color, value, dash]) =>
-    element("span", {}, element("i", { class: "swatch", style: `background:${dash ? dashed(color) : color}` }), `${label} ${number(value)}`)));
+  const show = (step) => legend.replaceChildren(...valuesAt(step).map(([label, color, value, note, dash]) =>
+    element("span", note ? { title: `${label}: ${note.text}${note.unit && ` (${note.unit})`}`, class: "explained" } : {}, element("i", { class: "swatch", style: `background:${dash ? dashed(color) : color}` }), `${label} ${number(value)}`)));
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), position = ((event.clientX - box.left) / box.width) * WIDTH;
     const fraction = (position - LEFT) / (WIDTH - LEFT - RIGHT), step = Math.round(left + Math.min(1, Math.max(0, fraction)) * (right - left));
@@ -112,7 +137,7 @@ function card(title, note, picture, valuesAt) {
   });
   svg.addEventListener("pointerleave", () => {
     cursor.setAttribute("visibility", "hidden");
-    caption.textContent = note;
+    caption.textContent = caveat;
     show(right);
   });
   show(right);
@@ -129,7 +154,7 @@ function latest(steps, values, step) {
   return value;
 }
 
-function curveCard(title, series, scale) {
+function curveCard(title, series, runs, scale) {
   if (!series.length) return null;
   const log = scale === "log" && series.some((one) => one.values.some((value) => value > 0));
   const drawn = series.map((one) => {
@@ -137,7 +162,9 @@ function curveCard(title, series, scale) {
     return { ...one, points: visible };
   });
   const points = drawn.flatMap((one) => one.points);
-  const picture = frame(points.map(([step]) => step), points.map(([, value]) => value), log);
+  const [{ note }] = series, fraction = series.every((one) => one.note?.fraction);
+  const picture = frame(points.map(([step]) => step), points.map(([, value]) => value), { log, fraction, unit: note?.unit });
+  drawMarks(picture, runs);
   for (const one of drawn) {
     const line = one.points.map(([step, value], i) => `${i ? "L" : "M"}${picture.x(step).toFixed(1)} ${picture.y(value).toFixed(1)}`).join("");
     picture.svg.append(element("path", { d: line, fill: "none", stroke: one.color, "stroke-width": 1.6, "stroke-dasharray": one.dash }));
@@ -145,37 +172,39 @@ function curveCard(title, series, scale) {
     for (const [step, value] of one.points) picture.svg.append(element("circle", { cx: picture.x(step), cy: picture.y(value), r: 2, fill: one.color }));
   }
   picture.svg.setAttribute("aria-label", summary(title, series));
-  return card(title, log ? "log scale" : "", picture, (step) => series.map((one) => [one.label, one.color, latest(one.steps, one.values, step), one.dash]));
+  return card(title, log ? "log scale" : "", picture, (step) => series.map((one) => [one.label, one.color, latest(one.steps, one.values, step), one.note, one.dash]));
 }
 
 // Return a card with the seconds of each stage, stacked.
-function bandCard(title, stages) {
-  const names = Object.keys(stages.seconds), steps = stages.steps;
+function bandCard(title, run) {
+  const { stages } = run, names = Object.keys(stages.seconds), steps = stages.steps;
   if (!names.length) return null;
   const tops = [steps.map(() => 0)];
   for (const name of names) tops.push(tops[tops.length - 1].map((below, i) => below + stages.seconds[name][i]));
   const wide = steps.length > 1 ? steps : [steps[0] - 0.5, steps[0] + 0.5], at = (i) => Math.min(i, steps.length - 1);
-  const picture = frame(wide, [0, ...tops[tops.length - 1]], false);
+  const picture = frame(wide, [0, ...tops[tops.length - 1]], { unit: "s" });
   names.forEach((name, k) => {
     const edge = (row, order) => order.map((i) => `${picture.x(wide[i]).toFixed(1)} ${picture.y(row[at(i)]).toFixed(1)}`).join("L");
     const order = wide.map((_, i) => i);
     const line = `M${edge(tops[k + 1], order)}L${edge(tops[k], [...order].reverse())}Z`;
     picture.svg.append(element("path", { d: line, fill: COLORS[k % COLORS.length], "fill-opacity": 0.75 }));
   });
+  drawMarks(picture, [run]);
   picture.svg.setAttribute("aria-label", summary(title, names.map((label) => ({ label, steps, values: stages.seconds[label] }))));
-  return card(title, "", picture, (step) => names.map((name, k) => [name, COLORS[k % COLORS.length], latest(steps, stages.seconds[name], step)]));
+  return card(title, "", picture, (step) => names.map((name, k) => [name, COLORS[k % COLORS.length], latest(steps, stages.seconds[name], step), notes[`time/${name}`]]));
 }
 
 function drawCurves(runs) {
   const smooth = Number(document.getElementById("smooth").value), chosen = document.getElementById("figure").value;
-  const cards = PANELS.map(([title, names, scale]) => curveCard(title, seriesOf(runs, names, smooth), scale));
-  const bands = runs.map((run) => bandCard(runs.length > 1 ? `Seconds per step, ${run.label}` : "Seconds per step", run.stages));
+  const cards = PANELS.map(([title, names, scale]) => curveCard(title, seriesOf(runs, names, smooth), runs, scale));
+  const bands = runs.map((run) => bandCard(runs.length > 1 ? `Seconds per step, ${run.label}` : "Seconds per step", run));
   cards.splice(1 + PANELS.findIndex(([title]) => title.startsWith("Throughput")), 0, ...bands);
-  if (chosen) cards.unshift(curveCard(chosen, seriesOf(runs, [chosen], smooth)));
+  if (chosen) cards.unshift(curveCard(chosen, seriesOf(runs, [chosen], smooth), runs));
   document.getElementById("panels").replaceChildren(...cards.filter((one) => one));
 }
 
-function setUpCurves(runs) {
+function setUpCurves(runs, meanings) {
+  notes = meanings;
   const figure = document.getElementById("figure"), draw = () => drawCurves(runs);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
   figure.append(...["", ...names].map((name) => element("option", { value: name }, name || "(choose)")));
@@ -185,6 +214,7 @@ function setUpCurves(runs) {
     document.getElementById("runs").append(...runs.map((run, i) =>
       element("span", {}, element("i", { class: "swatch", style: `background:${COLORS[i % COLORS.length]}` }), run.label)));
   }
+  document.getElementById("marks").textContent = marksText(runs);
   if (names.length) draw();
   else document.getElementById("panels").append(element("p", { class: "faint" }, "No completed steps yet."));
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rl_contracts.runtime.json_lines import LineReader
+from rl_contracts.runtime.metric_docs import meaning
 
 STAGES = ("rollout_wait", "gap", "sleep", "train", "publish", "save", "recover")
 """Stages of a step in their order, `time/<stage>`. The rest of `time/step` is `other`."""
@@ -68,6 +69,25 @@ def stages_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps": [interval[-1]["step"] for interval in intervals],
         "seconds": {stage: values for stage, values in seconds.items() if any(values)},
     }
+
+
+def notes_of(metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return `text` and `unit` of each documented metric, and whether it is a `fraction`, with values from 0 to 1."""
+    notes: dict[str, dict[str, Any]] = {}
+    for name in metrics:
+        if entry := meaning(name):
+            unit = _unit(name)
+            notes[name] = {"text": entry.text, "unit": unit, "fraction": unit.startswith("fraction")}
+    return notes
+
+
+def _unit(name: str) -> str:
+    """Return the unit of a metric, or an empty string; the unit of `eval/<name>` is that of `<name>`."""
+    entry = meaning(name)
+    if entry is None or not entry.unit.startswith("as "):
+        return entry.unit.removesuffix(" or -").strip("-") if entry else ""
+    inner = name.partition("/")[2]
+    return _unit(f"eval/{inner.partition('/')[2]}" if entry.unit.startswith("as eval/") else inner)
 
 
 def is_number(value: object) -> bool:

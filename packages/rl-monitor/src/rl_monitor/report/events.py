@@ -50,6 +50,22 @@ def status_of_launcher(directory: Path) -> dict[str, Any]:
     return {}
 
 
+def restarts_of(
+    records: Sequence[dict[str, Any]], status: dict[str, Any], commands: Sequence[dict[str, Any]]
+) -> list[int]:
+    """Return the steps after which the run was resumed: automatically by its last command, or by another command.
+
+    Args:
+        records: records of `metrics.jsonl`.
+        status: last status of the launcher.
+        commands: commands that started or resumed the run, oldest first.
+    """
+    steps = set(status.get("restart_steps", []))
+    for command in commands[1:]:
+        steps.add(max((r["step"] for r in records if r.get("timestamp", 0) < command["started"]), default=0))
+    return sorted(steps - {0})
+
+
 def merge_repeated(events: Iterator[Event]) -> list[Event]:
     """Merge events that differ only in numbers into the first of them, and count them."""
     kinds: dict[tuple[str, str], Event] = {}

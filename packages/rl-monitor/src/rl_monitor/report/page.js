@@ -1,8 +1,9 @@
-// Title, events, settings and origin, and the entry point of the script.
+// Title, summary, events, settings and origin, and the entry point of the script.
 
 function table(heads, rows) {
   const row = (cells, kind) => element("tr", {}, ...cells.map((cell) => element(kind, {}, cell instanceof Node ? cell : String(cell ?? "–"))));
-  return element("table", {}, row(heads, "th"), ...rows.map((cells) => row(cells, "td")));
+  const cells = element("table", {}, ...(heads ? [row(heads, "th")] : []), ...rows.map((cells) => row(cells, "td")));
+  return element("div", { class: "table" }, cells);
 }
 
 function setUpTitle(data) {
@@ -12,6 +13,30 @@ function setUpTitle(data) {
     return `${run.directory}: ${run.state}, step ${run.step}${run.total_steps ? ` of ${run.total_steps}` : ""}${restarts}`;
   });
   document.getElementById("about").textContent = [...about, `Written ${data.made}.`].join("\n");
+}
+
+function setUpSummary(data) {
+  const section = document.getElementById("summary-list"), { runs, differing } = data, several = runs.length > 1;
+  const heads = several ? ["", ...runs.map((run) => run.label)] : null;
+  const labels = [...new Set(runs.flatMap((run) => Object.keys(run.summary)))];
+  if (labels.length) section.append(table(heads, labels.map((label) => [label, ...runs.map((run) => run.summary[label])])));
+  else section.append(element("p", { class: "faint" }, "No settings and no completed steps yet."));
+  if (!several) return;
+  const final = finalMetrics(runs), missing = () => element("p", { class: "faint" }, "None.");
+  section.append(element("h3", {}, "Final metrics"), final.length ? table(heads, final) : missing());
+  const rows = differing.map(([name, ...values]) => [name, ...values.map((one) => (one === undefined ? "–" : value(one)))]);
+  section.append(element("h3", {}, "Differing settings"), rows.length ? table(heads, rows) : missing());
+}
+
+// Return a row with the last value of each run for each metric of the panels and of evaluation sets.
+function finalMetrics(runs) {
+  const sets = runs.flatMap((run) => Object.keys(run.curves)).filter((name) => /^eval\/[^/]+\/examples$/.test(name))
+    .flatMap((name) => ["accuracy", "reward"].map((metric) => name.replace("examples", metric)));
+  const names = [...new Set([...PANELS.flatMap(([, metrics]) => metrics), ...sets, "time/step"])];
+  return names.filter((name) => runs.some((run) => run.curves[name])).map((name) => {
+    const label = element("span", notes[name] ? { title: notes[name].text, class: "explained" } : {}, name);
+    return [label, ...runs.map((run) => number(run.curves[name]?.[1].at(-1)))];
+  });
 }
 
 function setUpEvents(runs) {
@@ -31,10 +56,6 @@ function value(setting) {
 
 function setUpSettings(data) {
   const section = document.getElementById("setting-list"), runs = data.runs, labels = runs.map((run) => run.label);
-  if (runs.length > 1) {
-    const rows = data.differing.map(([name, ...values]) => [name, ...values.map((one) => (one === undefined ? "–" : value(one)))]);
-    section.append(element("h3", {}, "Differing settings"), rows.length ? table(["setting", ...labels], rows) : element("p", { class: "faint" }, "None."));
-  }
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
   const search = element("input", { type: "search", placeholder: "find a setting" }), list = element("div");
   const draw = () => list.replaceChildren(table(["setting", ...labels],
@@ -67,7 +88,8 @@ function start() {
   const shared = new Set(runs.map((run) => run.name)).size < runs.length;
   for (const run of runs) run.label = shared ? run.directory : run.name;
   setUpTitle(data);
-  setUpCurves(runs);
+  setUpCurves(runs, data.notes);
+  setUpSummary(data);
   setUpEvents(runs);
   setUpAnswers(runs, data.images);
   setUpSettings(data);

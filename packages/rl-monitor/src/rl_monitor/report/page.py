@@ -16,11 +16,12 @@ import yaml
 from rl_contracts.errors import ConfigError
 from rl_contracts.runtime.json_lines import to_json
 from rl_contracts.runtime.logging import get_logger
-from rl_contracts.runtime.run_files import REPORT_FILE
-from rl_monitor.report.curves import curves_of, read_records, stages_of
-from rl_monitor.report.events import events_of, status_of_launcher, when
+from rl_contracts.runtime.run_files import REPORT_FILE, steps_in
+from rl_monitor.report.curves import curves_of, notes_of, read_records, stages_of
+from rl_monitor.report.events import events_of, restarts_of, status_of_launcher, when
 from rl_monitor.report.facts import COMMANDS, commands_of, record_command
 from rl_monitor.report.samples import Samples, to_page_record
+from rl_monitor.report.summary import summary_of
 from rl_monitor.report.thumbnails import thumbnails_of
 from rl_monitor.run_directory import FINISHED, LOCATION_SETTINGS, flatten
 
@@ -63,6 +64,7 @@ def gather(
         thumbnail_bytes: maximum size of all thumbnails together.
     """
     records, status, settings = read_records(directory), status_of_launcher(directory), settings_of(directory)
+    commands = commands_of(directory)
     last = records[-1] if records else {}
     completions = samples.choose() if tokens else []
     files = (directory / "rollouts" / image["file"] for c in completions for image in c.get("images") or ())
@@ -77,11 +79,14 @@ def gather(
         "restarts": status.get("trainer_restarts", 0),
         "step": last.get("step", 0),
         "total_steps": settings.get("total_steps"),
+        "summary": summary_of(records, settings, commands),
+        "checkpoints": steps_in(directory / "checkpoints"),
+        "resumed": restarts_of(records, status, commands),
         "curves": curves_of(records, points),
         "stages": stages_of(records),
         "events": events_of(directory, records),
         "settings": settings,
-        "commands": [fact | {"started": when(fact.get("started"))} for fact in commands_of(directory)],
+        "commands": [fact | {"started": when(fact.get("started"))} for fact in commands],
         "completions": [to_page_record(c, pieces.of, limit, limit * 4 + 400, thumbnails) for c in completions],
         "images": thumbnails,
     }
@@ -142,7 +147,9 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
     """Return the HTML page of runs."""
     images = {name: url for run in runs for name, url in run["images"].items()}
     shown_runs = [{name: value for name, value in run.items() if name != "images"} for run in runs]
-    data = {"runs": shown_runs, "images": images, "differing": differing(runs), "made": when(time.time())}
+    notes = notes_of(sorted({name for run in runs for name in run["curves"]}))
+    data = {"runs": shown_runs, "images": images, "notes": notes, "differing": differing(runs)}
+    data["made"] = when(time.time())
     folder = Path(__file__).parent
     parts = {name: (folder / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css")}
     parts["script"] = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)

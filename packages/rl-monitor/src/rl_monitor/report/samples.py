@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rl_monitor.completions import completion_files
+from rl_monitor.completions import completion_files, last_user_turn
 from rl_monitor.report.curves import is_number
 
 STEPS = 24
@@ -167,15 +167,19 @@ def to_page_record(
     """
     copied = ("step", "evaluation", "prompt_id", "group_id", "episode_id", "rejected", "truncated", "temperature")
     record = {name: completion.get(name) for name in (*copied, "version_first", "version_last", "reward")}
+    record |= {"set": completion["set"]} if completion.get("set") else {}
     record |= {"advantage": completion["advantage"]} if completion.get("advantage") is not None else {}
     for name in ("prompt", "completion", "answer"):
         if isinstance(completion.get(name), str):
             record[name] = truncate_text(completion[name], characters)
+    if (question := last_user_turn(completion)) != completion.get("prompt", ""):
+        record["question"] = truncate_text(question, characters)
     images = (_image(image, thumbnails) for image in completion.get("images") or ())
     if messages := completion.get("conversation"):
         record["conversation"] = [_message(message, characters, images) for message in messages]
         record.pop("prompt", None)
         record.pop("completion", None)
+        record.pop("question", None)
     if parts := list(images):  # those that no message has
         record["images"] = parts
     if ids := completion.get("token_ids"):

@@ -53,11 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    nightly = config.getoption("--nightly")
+    nightly, gpus = config.getoption("--nightly"), _count_gpus(items)
     skipped = {
         "nightly": None if nightly else "nightly: run with --nightly",
         "slow": None if nightly or config.getoption("--all") else "slow: run with --all",
-        "gpu": None if _has_gpu(items) else "gpu: no CUDA device here",
+        "gpu": None if gpus else "gpu: no CUDA device here",
+        "multi_gpu": None if gpus > 1 else f"multi_gpu: needs several CUDA devices, found {gpus}",
     }
     for item in items:
         for mark, reason in skipped.items():
@@ -67,10 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "packages" in item.path.relative_to(config.rootpath).parts)
 
 
-def _has_gpu(items: list[pytest.Item]) -> bool:
-    """Return whether a CUDA device is available. Imports torch only if a test has the mark `gpu`."""
-    if importlib.util.find_spec("torch") is None or not any(item.get_closest_marker("gpu") for item in items):
-        return False
+def _count_gpus(items: list[pytest.Item]) -> int:
+    """Return the number of CUDA devices. Imports torch only if a test has the mark `gpu` or `multi_gpu`."""
+    is_needed = any(item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu") for item in items)
+    if importlib.util.find_spec("torch") is None or not is_needed:
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()

@@ -15,6 +15,7 @@ from rl_contracts.batch.trajectory import Trajectory, stack
 from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import FinetuneSpec
 from rl_contracts.testing.families import SIZES, VOCABULARY
+from rl_contracts.testing.processes import rank_device
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 EPS = 1e-3
@@ -138,19 +139,22 @@ def logprobs_of(outputs: Any, packed: Any) -> torch.Tensor:
 def make_engine(
     path: str, micro_batch: int = 64, total_steps: int = 10, strategy: ParallelStrategy | None = None, **settings: Any
 ) -> FSDPEngine:
-    """Create an initialized engine on the CPU; `settings` are fields of its config or of the spec."""
+    """Create an initialized engine on `rank_device`; `settings` are fields of its config or of the spec."""
     settings.setdefault("optimizer", OptimizerConfig(lr=1e-2, eps=EPS, max_grad_norm=0.5))
     spec_settings = {item.name: settings.pop(item.name) for item in fields(FinetuneSpec) if item.name in settings}
     engine = FSDPEngine(FSDPEngineConfig(**settings), strategy)
     spec = FinetuneSpec(
-        path, total_steps, micro_batch=MicroBatchConfig(micro_batch), **({"device": "cpu"} | spec_settings)
+        path, total_steps, micro_batch=MicroBatchConfig(micro_batch), **({"device": rank_device()} | spec_settings)
     )
     engine.initialize(spec)
     return engine
 
 
 def record_gradients(engine: FSDPEngine, rate: float = 0.1) -> dict[str, torch.Tensor]:
-    """Replace the optimizer by plain SGD, and return a dict that each step fills with its gradients (collective)."""
+    """Replace the optimizer by plain SGD, and return a dict that each step fills with its gradients (collective).
+
+    The gradients are on the CPU.
+    """
     from rl_engines_fsdp.ranks.sharding import whole
 
     named = engine._model.hugging_face_parameters()
@@ -159,7 +163,11 @@ def record_gradients(engine: FSDPEngine, rate: float = 0.1) -> dict[str, torch.T
 
     def step() -> None:
         gradients.update(
-            {name: whole(parameter.grad).clone() for name, parameter in named if parameter.grad is not None}
+            {
+                name: whole(parameter.grad).to("cpu", copy=True)
+                for name, parameter in named
+                if parameter.grad is not None
+            }
         )
         original_step()
 
@@ -175,7 +183,7 @@ def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 
 
 def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Return whole parameters by name (collective)."""
+    """Return whole parameters by name, on the CPU (collective)."""
     from rl_engines_fsdp.ranks.sharding import full_parameters
 
-    return {name: value.clone() for name, value in full_parameters(engine._model)}
+    return {name: value.to("cpu", copy=True) for name, value in full_parameters(engine._model)}

@@ -124,6 +124,7 @@ def test_auxiliary_loss_does_not_depend_on_micro_batch_size(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
 def test_auxiliary_loss_on_two_ranks_equals_one_rank(layout, tmp_path):
     path = make_family(tmp_path / "model", "qwen3_moe", **ENABLED)

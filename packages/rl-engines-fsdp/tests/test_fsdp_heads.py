@@ -264,6 +264,7 @@ def test_scalar_head_with_layers_that_mix_sequences_is_rejected(classifier, monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device")
 def test_critic_on_two_ranks_trains_and_resumes_as_on_one_rank(classifier, tmp_path):
     from safetensors.torch import load_file
 

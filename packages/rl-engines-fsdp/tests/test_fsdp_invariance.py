@@ -124,7 +124,7 @@ SPLITS = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_path, tmp_path_factory):
+def two_ranks(device, model_path, tmp_path_factory):
     out = tmp_path_factory.mktemp("splits")
     run_ranks(Path(__file__).with_name("fsdp_split_ranks.py"), [model_path, str(out), json.dumps(SPLITS)], 2)
     return out

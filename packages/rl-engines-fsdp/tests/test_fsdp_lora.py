@@ -264,6 +264,7 @@ def test_lora_config_with_invalid_value_names_the_field(settings):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device")
 def test_adapters_on_two_ranks_train_and_save_as_on_one_rank(model_path, tmp_path):
     engine = make_engine(model_path, lora=LORA)
     engine.save(SaveLoadMeta(str(tmp_path / "start"), kind="adapter"))

@@ -126,6 +126,7 @@ def test_load_state_of_another_optimizer_is_rejected(model_path, tmp_path):
         pytest.param({"tensor": 2}, marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.usefixtures("device")
 def test_each_optimizer_on_two_ranks_equals_one_rank(layout, tmp_path):
     family, extra = ("Qwen3Moe", MOE) if "data" in layout else ("Qwen3", {})
     model = make_model(tmp_path / "model", family, **extra)
@@ -134,6 +135,7 @@ def test_each_optimizer_on_two_ranks_equals_one_rank(layout, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("device")
 def test_adamw8bit_on_two_ranks_is_close_to_one_rank(tmp_path):
     # for matrices of 4,096 elements, one rank stores 8 bits and two ranks store 32
     model = make_model(tmp_path / "model", **WIDE)

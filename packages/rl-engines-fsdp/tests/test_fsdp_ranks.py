@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models, tmp_path_factory):
+def two_ranks(device, models, tmp_path_factory):
     """Return reports and tensors of two ranks, and their output directory."""
     out = tmp_path_factory.mktemp("ranks")
     run_ranks(Path(__file__).with_name("fsdp_ranks.py"), [str(models), str(out)], 2)

@@ -59,7 +59,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_process(models, tmp_path_factory):
+def one_process(device, models, tmp_path_factory):
     """Return the results of one process."""
     out = tmp_path_factory.mktemp("one")
     results: dict = {}

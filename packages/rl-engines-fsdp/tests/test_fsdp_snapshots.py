@@ -85,6 +85,7 @@ def test_load_of_damaged_state_names_the_damage(damage, model_path, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device")
 def test_state_resumes_from_one_rank_to_two_and_back(model_path, tmp_path):
     """Save on 1 rank, resume on 2, save there while training continues, and resume on 1."""
     first = make_engine(model_path)

@@ -93,6 +93,7 @@ def test_vision_step_equals_a_loop_over_sequences(family: str, directories: dict
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("device")
 def test_vision_step_on_two_ranks_equals_a_loop(directories: dict[str, str], tmp_path: Path) -> None:
     models = {family: directories[family] for family in SPLIT}
     run_ranks(Path(__file__).with_name("fsdp_vision_ranks.py"), [json.dumps(models), str(tmp_path)], 2)

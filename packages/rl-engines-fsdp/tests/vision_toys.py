@@ -17,6 +17,7 @@ from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.data import VISION_PARTS, FinetuneSpec
 from rl_contracts.images import Image, read_image
 from rl_contracts.images.features import ImageProcessor
+from rl_contracts.testing.processes import rank_device
 from rl_engines_fsdp import FSDPEngine, FSDPEngineConfig
 
 ROWS = (((24, 32),), (), ((32, 16), (16, 24)), ((9, 40),), (), ())
@@ -64,7 +65,7 @@ def make_vision_engine(
     optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=0.0)
     micro_batch = MicroBatchConfig(max_tokens)
     engine.initialize(
-        FinetuneSpec(directory, 10, optimizer=optimizer, micro_batch=micro_batch, device="cpu", freeze=freeze)
+        FinetuneSpec(directory, 10, optimizer=optimizer, micro_batch=micro_batch, device=rank_device(), freeze=freeze)
     )
     return engine
 

@@ -21,6 +21,7 @@ from rl_contracts.data import FinetuneSpec, ParamSpec, SaveLoadMeta
 from rl_contracts.engine import Snapshot
 from rl_contracts.errors import EngineError
 from rl_contracts.testing import make_tiny_model
+from rl_contracts.testing.processes import rank_device
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 
@@ -82,6 +83,8 @@ class Together(MegatronEngine):
 
 
 class TestOnRanks(TrainEngineConformance):
+    device = rank_device()
+
     def make_engine(self) -> Together:
         strategy = ParallelStrategy(**json.loads(os.environ["LAYOUT"]))
         return Together(MegatronEngineConfig(**json.loads(os.environ["SETTINGS"])), strategy)

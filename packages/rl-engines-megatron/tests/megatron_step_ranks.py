@@ -20,6 +20,7 @@ from rl_contracts.config import MicroBatchConfig, OptimizerConfig
 from rl_contracts.conformance.train_engine import trained_tokens
 from rl_contracts.data import FinetuneSpec, SaveLoadMeta
 from rl_contracts.testing import make_batch
+from rl_contracts.testing.processes import rank_device
 from rl_engines_megatron import MegatronEngine, MegatronEngineConfig
 
 RATE = 1024.0
@@ -49,7 +50,7 @@ def started(model: str, layout: dict, settings: dict, loss: str) -> MegatronEngi
     micro_batch, head = MicroBatchConfig(64), loss if loss in HEADS else "lm"
     entropy_grad = loss == "entropy"
     engine.initialize(
-        FinetuneSpec(model, 1, 0, optimizer, micro_batch, head=head, entropy_grad=entropy_grad, device="cpu")
+        FinetuneSpec(model, 1, 0, optimizer, micro_batch, head=head, entropy_grad=entropy_grad, device=rank_device())
     )
     return engine
 
@@ -68,7 +69,7 @@ def step(model: str, layout: dict, settings: dict, loss: str, state: str = "") -
     batch = shard_batch(make_batch(8, seed=3), engine.parallel)
     before, values = {name: tensor.clone() for name, tensor in engine.full_parameters()}, outputs_of(engine, batch)
     metrics = engine.train_batch(batch, LOSSES[loss], trained_tokens)
-    gradients = {name: (before[name] - tensor) / RATE for name, tensor in engine.full_parameters()}
+    gradients = {name: ((before[name] - tensor) / RATE).cpu() for name, tensor in engine.full_parameters()}
     if state:
         engine.save(SaveLoadMeta(state, "state"))
         expected = outputs_of(engine, batch)

@@ -10,7 +10,7 @@ from rl_contracts.testing.processes import run_ranks
 
 RANKS = Path(__file__).parent / "megatron_conformance_ranks.py"
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("device")]
 # CI runs tests/megatron/test_megatron_against_fsdp.py instead
 
 

@@ -71,6 +71,7 @@ def test_scalar_head_matches_transformers_outputs_and_gradients(scorer, tmp_path
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [TENSOR, ({"pipeline": 2}, {}), ({"context": 2}, {})],
@@ -81,6 +82,7 @@ def test_scalar_head_and_its_loaded_state_match_in_each_layout(scorer, tmp_path,
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("device")
 def test_critic_and_moe_model_share_processes_of_context_ranks(scorer, tmp_path):
     moe = make_tiny_model(tmp_path / "moe", "qwen3_moe", hidden=128)
 
@@ -88,6 +90,7 @@ def test_critic_and_moe_model_share_processes_of_context_ranks(scorer, tmp_path)
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("max_logits", [60, 1000])  # blocks of tokens and of the vocabulary, and of the vocabulary only
 def test_entropy_gradient_of_split_vocabulary_in_blocks(tmp_path, max_logits):
     model = make_tiny_model(tmp_path / "model", hidden=128)
@@ -96,6 +99,7 @@ def test_entropy_gradient_of_split_vocabulary_in_blocks(tmp_path, max_logits):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("device")
 def test_auxiliary_loss_with_expert_parallelism_matches_one_process(tmp_path):
     model = make_tiny_model(tmp_path / "model", "qwen3_moe", hidden=128, **EXPERTS)
 

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rl_apps.cli import command
 from rl_apps.cli import main as cli
 from rl_apps.cli.driver import main
+from rl_apps.cli.help import FLAGS, render_help
 from rl_apps.cli.overview import APPS, overview
 from rl_apps.programs import grpo, gsm8k_grpo, gsm8k_sft, sft
-from rl_apps.settings.compose import describe, render_help
+from rl_apps.settings.compose import describe
 from rl_contracts import registry
 
 CUSTOM_REWARD = """
@@ -63,13 +63,11 @@ def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: p
     assert cli.main([*command, "evaluation.examples=0", "rollout.reward=my_reward.py:exact"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:6]] == [
-        *("# Devices", "# Data", "# Steps", "# Model", "# Allocation", "# Files")
+    assert [line.partition(":")[0] for line in lines[:7]] == [
+        *("Devices", "Dtype", "Data", "Steps", "Model", "Allocation", "Files")
     ]
-    assert lines[1] == "# Data: 32 examples of chat ., 32 per step"
-    assert lines[3] == "# Model: embedded, recipe embedded"
-    settings = yaml.safe_load("\n".join(lines))
-    assert settings["data"]["columns"] == {"messages": "problem"}
+    assert lines[2] == "Data: 32 examples of chat ., 32 per step"
+    assert lines[4] == "Model: embedded, recipe embedded"
 
     assert cli.main([*command, "rollout.reward=my_reward.py:exact"]) == 2
     assert "name another split (data.train_split, data.test_split)" in capsys.readouterr().err
@@ -77,19 +75,38 @@ def test_custom_problems_and_reward_need_no_other_code(problems: Path, capsys: p
     assert "train.jsonl:1: expected a column 'messages', found only 'problem'" in capsys.readouterr().err
 
 
-def test_help_lists_top_level_settings_and_names_sections(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("gsm8k-grpo", ["--help", "total_steps=7"]) == 0
+def test_help_has_usage_example_frequent_settings_flags_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", "--help", "total_steps=7"]) == 0
 
-    text = capsys.readouterr().out
-    assert "  total_steps=7\n      Training steps." in text
-    assert "rollout.group_size=" not in text
-    assert "\n  rollout " in text
+    parts = capsys.readouterr().out.split("\n\n")
+    assert parts[0].startswith("usage: rl grpo model.path=... data.path=... rollout.reward=... [key=value ...]")
+    assert parts[2] == f"Example:\n  rl grpo {grpo.APP.example}"
+    assert re.search(r"^  actor\.optimizer\.lr=1e-06 +Peak learning rate\.$", parts[4], re.MULTILINE)
+    assert re.search(r"^  total_steps=7 +Training steps\.$", parts[4], re.MULTILINE)
+    assert 18 <= len(re.findall(r"^  \S+=", parts[4], re.MULTILINE)) <= 22
+    assert parts[5] == FLAGS
+    assert re.search(r"^  seed=1 ", parts[7], re.MULTILINE)
+    assert re.search(r"^  rollout  ", parts[9], re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "sft", "gsm8k-grpo", "hh-rlhf-dpo"])
+def test_example_of_help_passes_a_dry_run(name: str) -> None:
+    assert cli.main([name, *registry.load("rl.apps", name).example.split(), "--dry-run"]) == 0
+
+
+def test_help_of_an_app_that_needs_another_run_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("rl_apps.programs.vision:CLEVR_COUNT_GRPO", ["--help"]) == 0
+
+    example = capsys.readouterr().out.split("\n\n")[2].splitlines()
+    assert example[1:2] == ["  clevr-count-sft"]
+    assert example[2].startswith("  rl run rl_apps.programs.vision:CLEVR_COUNT_GRPO ")
 
 
 @pytest.mark.parametrize("topic", ["rollout.server", "rollout.group_size", "all"])
 def test_help_of_section_lists_exactly_its_settings(topic: str) -> None:
     config = gsm8k_grpo.APP.config()
-    text = render_help("title", config, topic)
+    text = render_help(gsm8k_grpo.APP, config, topic)
 
     keys = [line.partition("=")[0][2:] for line in text.splitlines() if line[:3].strip() and line.startswith("  ")]
     expected = [key for key, _, _ in describe(config) if topic == "all" or f"{key}.".startswith(f"{topic}.")]
@@ -99,24 +116,38 @@ def test_help_of_section_lists_exactly_its_settings(topic: str) -> None:
         assert not [key for key in keys if key and not key.startswith("-") and not key.startswith(topic)]
 
 
-@pytest.mark.guarantee("The help of a command imports neither torch nor transformers.", area="boundaries")
-def test_help_is_fast_and_imports_no_heavy_library() -> None:
+@pytest.mark.guarantee(
+    "The help of a command and the answer to a wrong setting import neither torch nor transformers.", area="boundaries"
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--help", "rollout"],
+        ["totl_steps=3"],
+        ["total_steps=three"],
+        ["data.name=gsm8k", "data.path=nowhere.jsonl"],
+        ["rollout.reward=nowhere.py:f"],
+        ["actor.minibatches=7"],
+        ["algorithm.loss.kind=clipp"],
+    ],
+    ids=lambda arguments: arguments[-1],
+)
+def test_help_and_wrong_settings_import_no_heavy_library(arguments: list[str]) -> None:
     code = (
-        "import sys, time; from rl_apps.cli.driver import main; main('gsm8k-grpo', ['--help', 'rollout']); "
-        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'rich'} & {*sys.modules}; "
-        "sys.exit(repr(heavy)) if heavy else print('seconds', time.process_time())"
+        "import sys; from rl_apps.cli.driver import main; code = main('gsm8k-grpo', sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'aiohttp', 'datasets', 'numpy', 'rich'} & {*sys.modules}; "
+        "sys.exit(repr(heavy) if heavy else code)"
     )
-    seconds = []
-    while not seconds or (min(seconds) > 1.5 and len(seconds) < 3):  # repeat, since other processes use the CPU
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
-        assert done.returncode == 0, done.stderr
-        seconds.append(float(done.stdout.split()[-1]))
-    assert min(seconds) < 1.5
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+    assert done.returncode == (0 if "--help" in arguments else 2), done.stderr
+    assert len(done.stderr.splitlines()) == done.returncode // 2
 
 
 def test_help_omits_settings_that_are_always_rejected() -> None:
-    assert "actor.minibatches" in render_help("", gsm8k_grpo.APP.config(), "actor", gsm8k_grpo.APP.rejected)
-    assert "actor.minibatches" not in render_help("", sft.APP.config(), "actor", sft.APP.rejected)
+    assert "actor.minibatches" in render_help(gsm8k_grpo.APP, gsm8k_grpo.APP.config(), "actor")
+    assert "actor.minibatches" not in render_help(sft.APP, sft.APP.config(), "actor")
 
 
 @pytest.mark.parametrize("arguments", [["run", "gsm8k-grpo", "--help", "all"], ["metrics"]])
@@ -149,7 +180,7 @@ def test_ctrl_c_during_imports_ends_command_without_traceback(name: str, tmp_pat
 def test_command_runs_the_app_of_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/anywhere/hh-rlhf-dpo", "--help"])
     assert command.main() == 0
-    assert capsys.readouterr().out.startswith("hh-rlhf-dpo: ")
+    assert capsys.readouterr().out.startswith("usage: hh-rlhf-dpo ")
 
 
 def test_rl_help_lists_every_app_and_command_once(

@@ -226,7 +226,7 @@ def test_device_auto_uses_gpus_and_rejects_too_few(third_party, capsys):
     machine = ("launcher=machine", "--dry-run")
     assert main("gsm8k-grpo", ["allocation=theirserver:d1t2+fsdp:d2", *machine]) == 0
     plan = capsys.readouterr().out
-    assert "# Devices: 4 of 4 GPUs: rollout 2, actor 2" in plan
+    assert "Devices: 4 of 4 GPUs: rollout 2, actor 2" in plan
     assert "1 x rollout: serve embedded 7 cuda" in plan
 
     assert "expected 4 GPUs, one per rank, found 3" in _reject(
@@ -306,13 +306,13 @@ def test_ipc_without_a_shared_gpu_is_rejected(third_party, capsys):
     assert f"publish.route with {allocation}: expected shm on one host" in error
     shared = ("allocation=embedded:d1|fsdp:d1", "cluster.devices=1", "publish.route=ipc")
     assert main("gsm8k-grpo", [*shared, "--dry-run"]) == 0
-    assert "# Devices: 1 of 1 GPUs: rollout 1, actor 1" in capsys.readouterr().out
+    assert "Devices: 1 of 1 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
 def test_scheduler_without_resources_needs_cores_and_devices(third_party, capsys):
     assert "cluster.cores with launcher.kind=dark: expected a number" in _reject(capsys, "launcher=dark")
     assert main("gsm8k-grpo", ["launcher=dark", "cluster.cores=6", "cluster.devices=8", "--dry-run"]) == 0
-    assert "# Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out
+    assert "Devices: 2 of 8 GPUs: rollout 1, actor 1" in capsys.readouterr().out
 
 
 def test_route_auto_on_several_machines_depends_on_servers(third_party, capsys):
@@ -320,13 +320,13 @@ def test_route_auto_on_several_machines_depends_on_servers(third_party, capsys):
     assert main("gsm8k-grpo", [*machines]) == 0
     plan = capsys.readouterr().out
     assert "2 processes, 8 of 32 cores each on 4 nodes" in plan
-    assert "route: disk" in plan
+    assert "publish.route=disk" in plan
     for override, route in (
         ("cluster.nodes=1", "shm"),
         ("allocation=theirserver:d2+fsdp:d1", "broadcast"),
     ):
         assert main("gsm8k-grpo", [*machines, override]) == 0
-        assert f"route: {route}" in capsys.readouterr().out
+        assert f"publish.route={route}" in capsys.readouterr().out
 
     error = _reject(capsys, *machines, "publish.route=shm")
     assert "publish.route: expected broadcast, disk or auto" in error
@@ -365,4 +365,4 @@ def test_server_that_fits_on_no_machine_is_rejected(third_party, capsys):
 def test_remote_attached_servers_use_broadcast(third_party, capsys):
     for address, route in (("http://10.9.8.7:1", "broadcast"), ("http://127.0.0.1:1", "shm")):
         assert main("gsm8k-grpo", [f"rollout.server.addresses=[{address}]", "--dry-run"]) == 0
-        assert f"route: {route}" in capsys.readouterr().out
+        assert f"publish.route={route}" in capsys.readouterr().out

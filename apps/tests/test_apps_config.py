@@ -11,7 +11,7 @@ from rl_apps.preflight.checks import check_batch
 from rl_apps.programs import gsm8k_grpo, gsm8k_sft
 from rl_apps.run.components import weights_directory
 from rl_apps.settings.compose import describe, to_yaml
-from rl_apps.settings.synonyms import RENAMED, SYNONYMS
+from rl_apps.settings.synonyms import ASSIGNMENTS, RENAMED, SYNONYMS
 from rl_contracts.errors import ConfigError
 from rl_contracts.testing.processes import free_port
 
@@ -27,8 +27,9 @@ def _run(capsys, *arguments, app="gsm8k-grpo"):
 
 
 def test_frozen_parts_reach_the_engine():
-    assert _grpo("actor.freeze=[vision_tower,projector]").finetune_spec().freeze == ("vision_tower", "projector")
-    assert _grpo().finetune_spec().freeze == ()
+    parts, frozen = ("vision_tower", "projector"), "actor.freeze=[vision_tower,projector]"
+    assert _grpo("actor.dtype=float32", frozen).finetune_spec().freeze == parts
+    assert _grpo("actor.dtype=float32").finetune_spec().freeze == ()
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,9 @@ def test_steps_end_with_the_epochs_if_earlier(form, epochs, expected):
 
 
 def test_deterministic_is_passed_to_the_engine():
-    assert _grpo("deterministic=true", "rollout.max_staleness=0").finetune_spec().deterministic
-    assert not _grpo().finetune_spec().deterministic
+    settings = ("actor.dtype=float32", "rollout.max_staleness=0")
+    assert _grpo(*settings, "deterministic=true").finetune_spec().deterministic
+    assert not _grpo(*settings).finetune_spec().deterministic
     with pytest.raises(
         ConfigError, match=r"unknown setting 'actor.engine.deterministic'. Did you mean 'deterministic'"
     ):
@@ -153,8 +155,9 @@ def test_foreign_name_of_a_setting_suggests_the_setting(foreign, name):
 
 
 def test_synonyms_and_renames_refer_to_existing_settings():
-    keys = {key for app in (gsm8k_grpo.APP,) for key, _, _ in describe(app.config())}
-    names = {*SYNONYMS.values(), *RENAMED.values()}
+    configs = [gsm8k_grpo.APP.config([f"allocation={server}:d1+fsdp:d1"]) for server in ("embedded", "vllm")]
+    keys = {key for config in configs for key, _, _ in describe(config)}
+    names = {*SYNONYMS.values(), *RENAMED.values(), *(value.partition("=")[0] for value in ASSIGNMENTS.values())}
     assert all({name, name.rpartition(".")[0]} & keys for name in names)  # an entry of `options` is not a key
     assert not RENAMED.keys() & keys
 
@@ -175,7 +178,7 @@ def test_port_in_use_is_rejected_before_start(capsys, tmp_path):
         )
 
     assert code == 2
-    assert out.splitlines()[2:] == ["loading and checking the data"]
+    assert out.splitlines()[3:] == ["loading and checking the data"]
     assert f"port {port} is in use by process {os.getpid()}" in err
     assert not (tmp_path / "run").exists()
 
@@ -214,7 +217,7 @@ def test_file_limit_below_concurrent_requests(capsys, monkeypatch):
     assert f"ConfigError: rollout.max_concurrent: {shortage}; the limit is 4096" in err
     assert "set rollout.max_concurrent=455." in err
     assert "open files" not in allowed_out
-    assert f"warning: {shortage}" in cluster_out
+    assert f"warning: rollout.max_concurrent: {shortage}" in cluster_out
 
 
 def test_defaults_have_no_warning(capsys):

@@ -86,7 +86,7 @@ def test_own_app_is_checked_and_planned_like_installed_apps(folder):
     assert "allocation: expected my_app:Counter:d1; counting cannot be split" in split.stderr
     plan = _rl(folder, "--dry-run", "model.path=model")
     assert plan.returncode == 0, plan.stderr
-    assert "#   0 and 1 more in each of 100 steps" in plan.stdout
+    assert "  0 and 1 more in each of 100 steps" in plan.stdout
     assert f"2 x actor: {sys.executable} -m rl_apps.run.worker my_app:APP" in plan.stdout
 
 

@@ -24,6 +24,7 @@ from rl_apps.run.directory import (
 )
 from rl_apps.settings.compose import to_yaml
 from rl_apps.settings.device_layout import layout_of
+from rl_apps.settings.dtypes import resolve_dtypes
 from rl_contracts.errors import ConfigError
 from rl_monitor.run_directory import FINISHED
 from rl_trainers.recovery.lookup import truncate_to_checkpoint
@@ -31,6 +32,7 @@ from rl_trainers.recovery.lookup import truncate_to_checkpoint
 
 def _run(directory, *overrides):
     config = gsm8k_grpo.APP.config(overrides)
+    resolve_dtypes(config, has_bfloat16=False)
     return Run(config, layout_of(config.allocation, "required"), directory, "cpu")
 
 
@@ -210,6 +212,16 @@ def test_resume_reports_steps_that_run_again(past_run, capsys, monkeypatch):
     _, out, _ = _command(capsys, past_run, "total_steps=6")
 
     assert "resuming after step 2 of 6, the newest recovery checkpoint; steps up to 4 run again" in out
+
+
+def test_resumed_run_keeps_its_dtypes(past_run, capsys):
+    write_config(_run(past_run, "total_steps=4", "recover.every=2", "model.dtype=bfloat16", "actor.dtype=float32"))
+
+    _, plan, _ = _command(capsys, past_run, "total_steps=6", "--dry-run")
+    _, changed, _ = _command(capsys, past_run, "total_steps=6", "model.dtype=float32", "--dry-run")
+
+    assert "Dtype: trainer float32, servers bfloat16" in plan
+    assert "Dtype: trainer float32, servers float32" in changed
 
 
 def test_directory_of_a_run_that_cannot_resume_is_rejected(tmp_path):

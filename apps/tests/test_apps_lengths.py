@@ -164,7 +164,7 @@ def test_components_rows_drops_long_examples(tmp_path, model, data):
 
 def test_engine_schedule_spans_the_steps_of_the_epochs(tmp_path, model, data):
     arguments = [*data, f"model.path={model}", "data.overlong=drop", "data.batch_size=1", "total_epochs=3"]
-    config = gsm8k_sft.APP.config([*arguments, "actor.minibatches=1", "actor.optimizer.schedule=linear"])
+    config = gsm8k_sft.APP.config([*arguments, "actor.dtype=float32", "actor.optimizer.schedule=linear"])
     with Components(Run(config, layout_of("fsdp:d1", "optional"), tmp_path, "cpu")) as components:
         components.rows("train", "sft")
 

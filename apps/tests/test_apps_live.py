@@ -22,7 +22,7 @@ from rich.console import Console
 from rl_apps.cli import main
 from rl_contracts.testing.waiting import wait_until
 from rl_launchers import RunControl
-from rl_monitor.live import RunView, sparkline
+from rl_monitor.live import RunView, Screen, sparkline
 from rl_monitor.progress import GRPO_COLUMNS, METRICS, RunProgress
 from rl_monitor.run_directory import names_of
 
@@ -93,6 +93,42 @@ def test_view_fits_terminals_of_any_size(width: int, height: int) -> None:
     view.add(record(1))
     # two columns remain for the ^C that a terminal prints
     assert max(map(len, draw(view, width, height).splitlines())) == width - 2
+
+
+@pytest.mark.parametrize("height", [40, 18])
+def test_view_shows_completion_of_long_prompt(tmp_path: Path, height: int) -> None:
+    prompt = f"<|im_start|>system\n{'rule\n' * 50}<|im_end|>\n<|im_start|>user\nOne {'long ' * 99}?<|im_end|>\n"
+    (tmp_path / "rollouts").mkdir()
+    completion = COMPLETION | {"prompt": prompt, "completion": "Think.\n" * 20}
+    (tmp_path / "rollouts" / "step_1-0.jsonl").write_text(json.dumps(completion) + "\n")
+    view = RunView("runs/one", 9, METRICS)
+    view.add(record(1))
+    Screen(view, tmp_path, Console()).update_completion()
+
+    text = draw(view, height=height)
+
+    assert "user: One long" in text
+    assert "completion: Think." in text
+    assert "rule" not in text
+    omitted = re.search(r"\[\.\.\. (\d+) more lines; see rl show\]", text)
+    assert omitted
+    assert text.count("Think.") + int(omitted[1]) == 20
+    assert len(text.splitlines()) < height
+
+
+def test_progress_in_terminal_shows_stage_of_trainer(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True)
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    with RunProgress(tmp_path / "metrics.jsonl", 9, GRPO_COLUMNS, console, from_the_start=True) as progress:
+        (tmp_path / "stage.json").write_text('{"stage": "evaluate", "since": 0, "progress": [3, 8]}')
+        progress.tick()
+        assert progress._screen is not None
+        assert progress._screen.view.stage.startswith("evaluating, 3 of 8, ")
+        (tmp_path / "stage.json").unlink()
+        progress.tick()
+        assert progress._screen.view.stage == "training"
 
 
 def test_sparkline_scales_last_values_from_minimum_to_maximum() -> None:

@@ -105,6 +105,7 @@ SETTINGS = {
     "of-another-section": (*_set("publish.path=x"), "Did you mean 'model.path'? publish has route, "),
     "nested-in-its-section": (*_set("rollout.temperature=0"), "Did you mean 'rollout.generation.temperature'?"),
     "foreign-name": (*_set("actor.optimizer.learning_rate=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
+    "foreign-name-of-a-value": (*_set("use_vllm=true"), "'use_vllm'. Use allocation=vllm:d1+fsdp:d1."),
     "typo-in-foreign-name": (*_set("actor.optimizer.learning_rat=1e-3"), "Did you mean 'actor.optimizer.lr'?"),
     "not-an-integer": (
         *_set("total_steps=twelve"),
@@ -189,7 +190,11 @@ CONFLICTS = {
     ),
 }
 WORDS = {
-    "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value"),
+    "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value; use total_steps=12."),
+    "flag-of-another-library": (*_set("--learning-rate", "1e-5"), "expected key=value; use actor.optimizer.lr=1e-5."),
+    "flag-with-its-value": (*_set("--num_generations=4"), "expected key=value; use rollout.group_size=4."),
+    "flag-without-value": (*_set("--use_vllm", "seed=3"), "expected key=value; use allocation=vllm:d1+fsdp:d1."),
+    "flag-of-nothing": (*_set("--zzzzzz"), "expected key=value, such as total_steps=20, --config FILE.yaml"),
     "flag-misspelt": (*_set("--dryrun"), "Did you mean '--dry-run'?"),
     "flag-without-its-value": (*_set("--config"), "--config: expected one argument. `rl grpo --help`"),
     "no-name": (*_set("=3"), "'=3': expected key=value"),
@@ -237,6 +242,7 @@ DATA = {
 }
 TOOLS = {
     "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),
+    "command-of-another-library": (("train",), {}, "Use an app, such as `rl grpo` or `rl sft`."),
     "no-command": ((), {}, "`rl --help` lists the arguments"),
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
     "run-of-no-app": (("run", "good.py:f"), {}, "expected an `rl_apps.run.app.App`, see docs/own-app.md"),
@@ -245,6 +251,7 @@ TOOLS = {
         *_tool("watch", "run", files=RUN | {"run/config.yaml": "seed: ["}),
         "config.yaml: expected",
     ),
+    "plan-no-model": (("plan", "grpo", "--gpu", "H100"), {}, "expected model.path=... (a Hugging Face directory"),
     "show-none": (*_tool("show", "run", "-n", "0"), "expected a whole number of at least 1, found '0'"),
     "plot-unknown-metric": (*_tool("plot", "run", "--metric", "reward/men"), "found reward/men; similar: reward/mean"),
     "plot-nothing-yet": (*_tool("plot", "run", files=RUN | {"run/metrics.jsonl": ""}), "expected records of steps"),

@@ -66,11 +66,14 @@ def test_incomplete_model_in_the_cache_is_rejected(hub):
 
 def test_dry_run_downloads_nothing(hub, capsys):
     assert main("gsm8k-grpo", ["--dry-run", "model.path=me/other"]) == 0
-    assert "path: me/other" in capsys.readouterr().out
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "Model: me/other, recipe pretrained" in lines
+    assert lines[-1].startswith("warning: model.path=me/other is no directory and not in the hub's cache")
 
 
 def test_reference_and_critic_are_resolved_if_needed(hub, tmp_path):
-    paths = ("ref.path=me/tiny", "critic.path=me/tiny")
+    paths = ("ref.path=me/tiny", "critic.path=me/tiny", "actor.dtype=float32")
     config = APP.config([*paths, "algorithm=ppo", "algorithm.kl.coef=0.1", "algorithm.kl.place=loss"])
     config.model.directories = find_models(config.model_paths())
     directory = str(hub / "models--me--tiny" / "snapshots" / ("a" * 40))

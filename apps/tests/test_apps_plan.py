@@ -35,10 +35,10 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_dry_run_lists_processes_and_devices_of_each_machine(nodes: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("gsm8k-grpo", ["--dry-run", nodes, "allocation=embedded:d4+fsdp:d4"]) == 0
     out = capsys.readouterr().out
-    assert "# Devices: 8 of 8 GPUs: rollout 4, actor 4 on 2 nodes" in out
-    assert "#   4 x rollout: " in out
-    assert "#   4 x actor: " in out
-    places = [line for line in out.splitlines() if line.startswith("#     cn")]
+    assert "Devices: 8 of 8 GPUs: rollout 4, actor 4 on 2 nodes" in out
+    assert "  4 x rollout: " in out
+    assert "  4 x actor: " in out
+    places = [line for line in out.splitlines() if line.startswith("    cn")]
     assert all(line.endswith("with 1 GPU(s) each") for line in places)
     workers = [word.strip(",") for line in places for word in line.split() if word.startswith(("rollout-", "actor-"))]
     assert sorted(workers) == [f"{role}-{i}" for role in ("actor", "rollout") for i in range(4)]
@@ -97,8 +97,8 @@ def test_dry_run_of_each_launcher_needs_no_cluster_and_no_gpu(
 
     out = capsys.readouterr().out
     expected = ["rl_inference.embedded_server", "rl_apps.run.worker", *lines]
-    expected += ["# Batch script", "rl_apps.cli.main run"] if "launcher=slurm" in settings else []
+    expected += ["Batch script", "rl_apps.cli.main run"] if "launcher=slurm" in settings else []
     assert [line for line in expected if line not in out] == []
     route = "shm" if settings[0] == "launcher=local" else "broadcast" if gpus else "disk"
-    assert f"route: {route}" in out
+    assert f"publish.route={route}" in out
     assert not directory.exists()

@@ -117,16 +117,24 @@ def test_miniature_has_the_throughput_of_the_full_size() -> None:
 def test_search_gives_devices_to_the_slower_role(train: float, trainers: int) -> None:
     rates = replace(MANY.rates, train_tokens_per_s=train, publish_seconds=0.01, other_seconds=0.0)
     setup = replace(MANY, batch_size=4, rates=rates)
-    candidates = search(setup, devices=6, server_devices=1, replica_devices=1)
+    splits = {str(n): replace(setup, servers=6 - n, replicas=n, trainer_devices=n) for n in (1, 2, 4)}
+    candidates = search(splits)
     best = preferred(candidates)
     assert best.setup.trainer_devices == trainers
     assert best.tokens_per_s >= 0.98 * max(candidate.tokens_per_s for candidate in candidates)
-    assert {each.setup.servers + each.setup.trainer_devices for each in candidates} == {6}
+    assert {each.allocation for each in candidates} == {"1", "2", "4"}
 
 
-def test_search_leaves_out_splits_that_do_not_fit() -> None:
-    candidates = search(replace(MANY, batch_size=4), 6, 1, 1, fits=lambda replicas: replicas > 1)
-    assert {each.setup.replicas for each in candidates} == {2, 4}
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({"train_tokens_per_s": 50.0}, "training"),
+        ({"publish_seconds": 1000.0}, "publishing"),
+        ({"decode_seconds": 1.0}, "generation"),
+    ],
+)
+def test_limit_names_the_slowest_stage(changes: dict[str, float], stage: str) -> None:
+    assert simulate(replace(MANY, rates=replace(MANY.rates, **changes))).limit.startswith(stage)
 
 
 @pytest.mark.nightly  # takes a minute on an idle core

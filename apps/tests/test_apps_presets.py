@@ -119,12 +119,13 @@ def test_algorithm_incompatible_with_the_run_is_rejected(overrides, message):
 
 
 def test_entropy_bonus_gives_the_engine_an_entropy_gradient():
-    assert _grpo("algorithm.entropy_coef=0.01").finetune_spec().entropy_grad
-    assert not _grpo().finetune_spec().entropy_grad
+    assert _grpo("actor.dtype=float32", "algorithm.entropy_coef=0.01").finetune_spec().entropy_grad
+    assert not _grpo("actor.dtype=float32").finetune_spec().entropy_grad
 
 
 def test_reference_has_no_optimizer_and_critic_its_own_rate():
-    config = _grpo("algorithm=ppo", "critic.lr=0.5", "actor.optimizer.beta2=0.5")
+    config = _grpo("algorithm=ppo", "critic.lr=0.5", "actor.optimizer.beta2=0.5", "actor.dtype=bfloat16")
+    assert config.reference_spec().dtype == config.critic_spec().dtype == "bfloat16"
     assert config.reference_spec().optimizer is None
     assert config.critic_spec().optimizer == replace(config.actor.optimizer, lr=0.5)
     assert config.actor.optimizer.lr != 0.5

@@ -79,8 +79,8 @@ def test_help_and_printed_config_show_the_recipe(capsys):
     assert main("gsm8k-grpo", ["--cfg", "job", OTHER]) == 0
     assert "recipe: pretrained" in capsys.readouterr().out
     assert main("gsm8k-grpo", ["--dry-run"]) == 0
-    assert "recipe: embedded" in capsys.readouterr().out
-    assert main("gsm8k-grpo", ["--help"]) == 0
+    assert "recipe embedded" in capsys.readouterr().out
+    assert main("gsm8k-grpo", ["--help", "recipe"]) == 0
     text = capsys.readouterr().out
     assert "recipe='embedded'" in text
     assert "verl's GSM8K examples" in text

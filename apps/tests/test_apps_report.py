@@ -62,6 +62,58 @@ def test_report_page_has_curves_settings_origin_and_completions(tmp_path) -> Non
     assert all("advantage" not in completion for completion in run_data["completions"] if completion["rejected"])
 
 
+def test_report_summary_states_run_and_its_held_out_change(tmp_path) -> None:
+    settings = {
+        "data": {"name": "gsm8k", "batch_size": 4},
+        "experiment": "grpo",
+        "rollout": {"group_size": 8},
+        "algorithm": {"advantage": {"kind": "outcome"}, "loss": {"kind": "clip"}},
+    }
+    run = make_run(tmp_path / "run", **settings)
+    evaluations = [
+        {"step": step, "eval/time/reward": 9.0, "eval/reward": accuracy, "eval/accuracy": accuracy}
+        | {"eval/hard/examples": 2, "eval/hard/reward": reward}
+        for step, accuracy, reward in ((6, 0.5, 1.5), (7, 0.25, 2.5))
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in evaluations)
+    record_command(run, ["rl", "grpo"])
+
+    write_report([run], tmp_path / "page.html")
+
+    data = data_of(tmp_path / "page.html")
+    summary = data["runs"][0]["summary"]
+    assert summary.pop("Host")
+    assert summary.pop("Held-out accuracy").endswith("→ 0.25 (steps 1 and 7)")
+    assert summary.pop("Training reward").endswith("(steps 1 and 6)")
+    assert summary == {
+        "Model": "tiny",
+        "Data": "gsm8k",
+        "Algorithm": "grpo: outcome advantages, clip loss",
+        "Batch": "4 examples x 8 completions",
+        "Held-out reward, hard": "1.5 → 2.5 (steps 6 and 7)",
+        "Training time": "0.6 minutes for 6 steps",
+    }
+    assert [name for name, note in data["notes"].items() if note["fraction"]] == ["eval/accuracy"]
+    assert data["notes"]["grad_norm"]["unit"] == ""
+
+
+def test_report_marks_checkpoints_and_resumed_steps(tmp_path) -> None:
+    run = make_run(tmp_path / "run", steps=9)
+    for step in (3, 9):
+        (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = (json.loads(line) | {"timestamp": 10.0 * step} for step, line in enumerate(lines, 1))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "commands.jsonl").write_text("".join(f'{{"started": {started}}}\n' for started in (1, 5, 42)))
+    names_of(run).add("status", json.dumps({"state": "finished", "restart_steps": [0, 7]}))
+
+    write_report([run], tmp_path / "page.html")
+
+    (run_data,) = data_of(tmp_path / "page.html")["runs"]
+    assert (run_data["checkpoints"], run_data["resumed"]) == ([3, 9], [4, 7])
+
+
 def test_report_repeated_events_appear_once_with_their_count(tmp_path) -> None:
     run = make_run(tmp_path / "run")
 
@@ -359,10 +411,19 @@ window.addEventListener("load", () => {
   }
   const { loadEventStart, fetchStart } = performance.getEntriesByType("navigation")[0];
   const count = (what) => document.querySelectorAll(what).length;
+  const texts = (what, root = document) =>
+    [...root.querySelectorAll(what)].map((one) => one.firstChild?.data ?? one.textContent);
   const requests = performance.getEntriesByType("resource").map((one) => one.name);
+  document.documentElement.style.width = "390px";
+  const wide = [...document.querySelectorAll("body *")].filter(
+    (one) => one.getBoundingClientRect().right > 391 && !one.closest(".table"));
   const result = JSON.stringify({
+    wide: wide.map((one) => one.tagName),
     lines, requests, ms: loadEventStart - fetchStart, cards: count(".card"), bold: count("#completions .text b"),
-    completions: count("#completions details"),
+    completions: count("#completions details"), extremes: texts("#extremes h3"), marks: count(".resumed, .checkpoint"),
+    summary: texts("#summary h3, #summary td"),
+    explained: [...document.querySelectorAll(".explained")].map((one) => one.title),
+    axes: [...document.querySelectorAll("#panels .card")].map((one) => [texts("h3", one)[0], texts("svg text", one)]),
     pictures: [...document.querySelectorAll("#completions img")].map((one) => one.src.split(";")[0]),
     charts: [...document.querySelectorAll("svg")].map((one) => [one.role, one.ariaLabel]),
   });
@@ -373,12 +434,12 @@ window.addEventListener("load", () => {
 """Script that tries every option of the loaded page and stores the results in the page."""
 
 
-def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
-    """Open the page of a run in a browser and return the results of the probe."""
+def _probe(tmp_path: Path, *runs: Path) -> dict[str, Any]:
+    """Open the page of runs in a browser and return the results of the probe."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("chromium is not installed")
-    write_report([run], tmp_path / "page.html")
+    write_report(runs, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
@@ -398,13 +459,23 @@ def _probe(run: Path, tmp_path: Path) -> dict[str, Any]:
 def test_browser_opens_page_of_long_run_with_labeled_charts(tmp_path) -> None:
     run = make_run(tmp_path / "run", steps=90, completions=6, tokens=200, every=4)
     _with_images(run, 89, (300, 200), (20, 10))
+    (run / "checkpoints" / "step_40").mkdir(parents=True)
+    names_of(run).add("status", json.dumps({"state": "finished", "restart_steps": [30]}))
 
-    probe = _probe(run, tmp_path)
+    probe = _probe(tmp_path, run)
 
     assert probe["lines"] == []
     assert probe["requests"] in ([], ["data:,"])
+    assert probe["wide"] == [], "wider than a phone"
     assert probe["bold"] == 0, "model output is text, not HTML"
-    assert probe["cards"] == 10
+    assert probe["cards"] == 10 + 2
+    axes = dict(probe["axes"])
+    assert axes["Accuracy"][:8] == ["fraction", "step", "0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert axes["Length (tokens)"][:2] == ["tokens", "step"]
+    assert any(title.startswith("eval/accuracy: held-out episodes") for title in probe["explained"])
+    assert [text.partition(":")[0] for text in probe["extremes"]] == ["Best of step 89", "Worst of step 89"]
+    assert probe["marks"] == 2 * 10
+    assert probe["summary"][:2] == ["Model", "tiny"]
     assert probe["completions"] >= 40
     assert sorted(probe["pictures"]) == ["data:image/jpeg"] * 2 + ["data:image/png"] * 2
     assert probe["ms"] < 1000
@@ -413,3 +484,19 @@ def test_browser_opens_page_of_long_run_with_labeled_charts(tmp_path) -> None:
     labels = [label for _, label in probe["charts"]]
     assert f"Length (tokens): length/mean {first:.4g} at step 1, {last:.4g} at step 90" in labels
     assert all(re.search(r"\w .+ at step \d+, .+ at step \d", label) for label in labels)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_browser_opens_comparison_with_final_metrics_and_settings(tmp_path) -> None:
+    runs = [make_run(tmp_path / name, actor={"lr": lr}) for name, lr in (("a", 1.0), ("b", 2.0))]
+
+    probe = _probe(tmp_path, *runs)
+
+    assert probe["lines"] == []
+    text = probe["summary"]
+    final, differing = text.index("Final metrics"), text.index("Differing settings")
+    last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert text[final + 1 : final + 4] == ["reward/mean", *(f"{last['reward/mean']:.4g}" for _ in runs)]
+    assert text[differing + 1 :] == ["actor.lr", "1", "2"]
+    assert len(probe["extremes"]) == 4

@@ -83,6 +83,17 @@ def runs(directory):
             "data.options.instruction=Be brief.",
             "data.options.invalid_text=replace",
             "data.columns.question=question",
+            "evaluation.sets.other.data.name=chat",
+            f"evaluation.sets.other.data.path={directory}",
+            "evaluation.sets.other.data.columns.messages=question",
+            "evaluation.sets.other.data.options.system=Be brief.",
+            "evaluation.sets.other.data.test_split=test",
+            "evaluation.sets.other.reward=gsm8k",
+            "evaluation.sets.other.examples=2",
+            "evaluation.sets.other.n=2",
+            "evaluation.sets.other.k=[2]",
+            "evaluation.sets.other.temperature=1",
+            "evaluation.sets.other.max_new_tokens=9",
             "publish.route=broadcast",
             "rollout.interrupt=wait",
             "rollout.invalid_text=replace",
@@ -324,6 +335,7 @@ def commands(at, port=4711):
     pairs = {"data.name": "hh-rlhf", "data.path": f"{at}/pairs", "data.columns": "{chosen: chosen}"}
     generated = {"data.name": "word-problem-pairs", "data.path": "", "data.options": "{size: 64}"}
     trainer = {
+        "model.dtype": "bfloat16",
         "model.chat_template": "plain",
         "data.train_split": "test",
         "data.test_split": "train",
@@ -503,6 +515,20 @@ ELSEWHERE = [
         "needs a vision-language model",
         f"{CONFIG}test_frozen_parts_reach_the_engine",
         value="[projector]",
+    ),
+    Elsewhere(
+        "evaluation.k",
+        "names metrics",
+        "packages/rl-trainers/tests/test_trainers_evaluation.py::test_evaluation_k_defaults_to_1_and_n",
+        (GRPO, SFT),
+        "[1]",
+    ),
+    Elsewhere(
+        "evaluation.sets",
+        "adds metrics",
+        "apps/tests/test_apps_evaluation_sets.py::test_set_with_n_has_default_k_and_own_reward",
+        (GRPO, SFT),
+        "{other: {n: 2}}",
     ),
     Elsewhere(
         "*.engine.offload",

@@ -2,16 +2,13 @@
 
 import json
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
-from rl_apps.run.summary import REPOSITORY, after_grpo, after_sft, last_checkpoint
+from rl_apps.run.summary import after_grpo, after_sft, last_checkpoint
 from rl_apps.settings import compose
 from rl_apps.settings.config import GRPOConfig, SFTConfig
-
-BIN = Path(sys.executable).parent
+from rl_apps.settings.evaluation_sets import EvaluationSetConfig
 
 
 def test_after_sft_initial_accuracy_of_zero_has_no_percentage(tmp_path):
@@ -53,14 +50,34 @@ def test_after_grpo_graded_reward_is_not_called_accuracy(tmp_path):
     assert "accuracy" not in text
 
 
-def test_next_command_runs_in_the_current_directory(tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    for in_repository in (False, True):
-        monkeypatch.chdir(REPOSITORY if in_repository else tmp_path)
-        last = after_grpo(GRPOConfig(), tmp_path, "--extra agents math-agent")[-1]
-        program = "uv run --package rl-apps --extra agents math-agent" if in_repository else str(BIN / "math-agent")
-        assert last.startswith(f"Try next: {program} --config ")
-    assert (BIN / "math-agent").is_file()
+def test_after_grpo_names_each_evaluation_set(tmp_path):
+    records = [
+        {"step": 0, "eval/math/reward": 0.25, "eval/math/accuracy": 0.25, "eval/code/reward": 0.4},
+        {"step": 3, "eval/math/reward": 0.5, "eval/math/accuracy": 0.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = GRPOConfig()
+    config.evaluation.sets = {name: EvaluationSetConfig() for name in ("math", "code")}
+    lines = after_grpo(config, tmp_path)
+    assert "Held-out accuracy of math: 0.250 -> 0.500" in lines
+    assert "Held-out reward of code: 0.400" in lines
+
+
+def test_next_command_is_short_and_relative_to_the_current_directory(tmp_path, monkeypatch):
+    run_dir = tmp_path / "runs" / "sft" / "1"
+    (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "data").mkdir()
+    config = SFTConfig()
+    config.data.path = "data"
+    monkeypatch.chdir(tmp_path)
+
+    assert after_grpo(GRPOConfig(), run_dir, "math-agent")[-1] == (
+        "Try next: rl math-agent --config runs/sft/1/config.yaml run_dir=runs/sft/1-on-policy rollout.max_staleness=0"
+    )
+    assert after_sft(config, run_dir)[-1] == (
+        "Try next: rl gsm8k-grpo data.name=word-problems data.path=data model.path=runs/sft/1/checkpoints/step_3"
+    )
 
 
 @pytest.mark.parametrize("name", ["run", "é (1), b", "it's a=b"])

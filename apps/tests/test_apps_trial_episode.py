@@ -141,7 +141,11 @@ def test_trial_episode_of_working_code_prints_nothing(model, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message", "line"),
     [
-        ("rollout.reward=my_parts:raises", "KeyError: 'gold'", "missing column"),
+        (
+            "rollout.reward=my_parts:raises",
+            r"KeyError: 'gold' .*\(the example has answer, .*messages",
+            "missing column",
+        ),
         ("rollout.reward=my_parts:foreign_signature", "unexpected keyword argument 'answer'", "def foreign_signature"),
         ("rollout.workflow=my_parts:MissingKey", "KeyError: 'missing'", "no such key"),
         ("rollout.workflow=my_parts:FailingAgent", "FailingAgent.run raised ZeroDivisionError", "division by zero"),

@@ -1,6 +1,8 @@
 """Messages of a command while a run starts."""
 
+import json
 import re
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +12,7 @@ from rl_contracts.scheduler import Worker, WorkerStatus
 from rl_monitor.progress import RunProgress
 
 
-def test_waiting_display_reports_workers_until_first_record(tmp_path, monkeypatch):
+def test_waiting_display_reports_workers_until_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_apps.cli.driver.MESSAGE_SECONDS", 0.0)
     metrics, console = tmp_path / "metrics.jsonl", Console(record=True, width=200)
     log = tmp_path / "r.log"
@@ -26,12 +28,26 @@ def test_waiting_display_reports_workers_until_first_record(tmp_path, monkeypatc
             "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n"
         )
         waiting.tick(workers)
-        log.write_text("Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n")
+        log.write_text(
+            "Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n"
+            "/site/torch/a.py:64: FutureWarning: a is deprecated\n  warnings.warn(a)\n"
+            "W1126 21:16:48.910000 93 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n"
+        )
         waiting.tick(workers)
         log.unlink()
         workers[0].status = WorkerStatus.RUNNING
         waiting.tick(workers)
-        metrics.write_text('{"step": 1}\n')
+        stage = {"stage": "evaluate", "since": time.time() - 3, "progress": [40, 512]}
+        (tmp_path / "stage.json").write_text(json.dumps(stage))
+        waiting.tick(workers)
+        metrics.write_text('{"step": 0, "evaluation": true}\n')
+        waiting.tick(workers)
+        (tmp_path / "stage.json").write_text(json.dumps({"stage": "train", "since": time.time(), "progress": []}))
+        waiting.tick(workers)
+        with metrics.open("a") as file:
+            file.write('{"step": 1}\n')
+        waiting.tick(workers)
+        (tmp_path / "stage.json").unlink()
         waiting.tick(workers)
 
     assert re.sub(r"\b\d+ s\b", "0 s", console.export_text()).splitlines() == [
@@ -40,6 +56,9 @@ def test_waiting_display_reports_workers_until_first_record(tmp_path, monkeypatc
         "0 s, waiting for rollout-0 to start (logs/r.log: rl.inference: to serve)",
         "rollout-0 ready after 0 s",
         "0 s, waiting for the first step (see logs/)",
+        "evaluating, 40 of 512, 0 s",
+        "step 0/9",
+        "training, 0 s",
         "step 1/9",
     ]
 

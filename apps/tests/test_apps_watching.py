@@ -71,6 +71,7 @@ def test_watch_without_turns_shows_prompt_and_whole_completion(tmp_path, capsys)
 def test_watch_options_select_steps_evaluations_and_examples(tmp_path, capsys) -> None:
     for name in ("step_1-0", "step_2-0", "step_2-1", "eval_step_0-0"):
         save(tmp_path, name, *({"conversation": CONVERSATION},) * 3)
+    save(tmp_path, "eval_math-500_step_4-0", {"conversation": CONVERSATION, "set": "math-500"})
 
     def headings(*options: str) -> list[str]:
         assert main.main(["watch", str(tmp_path), "--conversations", *options]) == 0
@@ -79,7 +80,8 @@ def test_watch_options_select_steps_evaluations_and_examples(tmp_path, capsys) -
     assert headings() == ["== step 2, prompt 0", "== step 2, prompt 1"]
     assert headings("--step", "1", "-n", "9") == [f"== step 1, prompt {i}" for i in range(3)]
     assert headings("--prompt", "2") == ["== step 2, prompt 2"] * 2
-    assert headings("--evaluation", "-n", "1") == ["== evaluation at step 0, prompt 0"]
+    assert headings("--evaluation", "--step", "0", "-n", "1") == ["== evaluation at step 0, prompt 0"]
+    assert headings("--evaluation") == ["== evaluation at step 4, set math-500, prompt 0"]
 
 
 def test_watch_follows_run_and_waits_for_incomplete_lines(tmp_path, capsys) -> None:

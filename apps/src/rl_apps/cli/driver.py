@@ -19,9 +19,12 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from rl_apps.preflight.checks import check_run, choose_route, on_this_machine, warnings_for
+from rl_apps.cli.help import render_help
+from rl_apps.preflight.checks import check_architectures, check_limits, check_run, choose_route, on_this_machine
+from rl_apps.preflight.expectation import expectation
 from rl_apps.preflight.servers import check_attached, check_program, command_of
-from rl_apps.preflight.trial_episode import check_golds, run_trial_episode, try_policy_loss
+from rl_apps.preflight.trial_episode import check_golds, run_trial_episode, try_evaluation_sets, try_policy_loss
+from rl_apps.preflight.warnings import WARNING, passes_over, warnings_for
 from rl_apps.run.app import App, Run
 from rl_apps.run.chat_template import save_tokenizer
 from rl_apps.run.components import attached, memory_of, server_jobs, weights_directory
@@ -32,6 +35,7 @@ from rl_apps.run.directory import (
     previous_run,
     resumption,
     step_seconds,
+    stored_settings,
     write_config,
 )
 from rl_apps.run.resuming import named_point, step_of, take_over
@@ -40,6 +44,7 @@ from rl_apps.settings.command_line import parse, print_all, setting
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
+from rl_apps.settings.dtypes import describe_dtypes, gpus_have_bfloat16, resolve_dtypes
 from rl_apps.settings.model import EMBEDDED, find_models, make_model, newest_checkpoint
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -55,12 +60,13 @@ from rl_contracts.errors import (
 )
 from rl_contracts.runtime.json_lines import FOR_A_WHILE
 from rl_contracts.runtime.logging import Repeats
-from rl_contracts.runtime.run_files import tail
-from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_shows
+from rl_contracts.runtime.run_files import STAGE_FILE, tail
+from rl_contracts.runtime.terminal import hide_deprecations, leave_pipe, replace_what_no_terminal_shows
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, JobSpec, JobSubmission, Worker
 from rl_launchers import Launcher, Resume, RunControl, uv_parent
 from rl_launchers.supervise.interrupts import Interrupted
-from rl_monitor.run_directory import FINISHED, JOB, names_of, progress_of
+from rl_monitor.progress import describe_stage
+from rl_monitor.run_directory import FINISHED, JOB, last_record, names_of, progress_of
 from rl_trainers.recovery.lookup import resumed_step, truncate_to_checkpoint
 from rl_trainers.run_log.tracking import Tracking, hanging_trackers
 
@@ -74,6 +80,8 @@ MESSAGE_SECONDS = 5.0
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(r"(\([^)]*\) )?(([A-Z]+ )?[\d-]+ [\d:.]+ ([A-Z]+ )?\[\S+\] )?")
 """Prefix of a log line of this project or of vLLM: process, time and level."""
+_LIBRARY_WARNING = re.compile(r"^(W\d{4} [\d:.]+ .*|\S+:\d+: \w*Warning: .*(\n  .*)?)$", re.MULTILINE)
+"""Warning of torch, or of Python with the line of code that it quotes, in a log."""
 
 
 def main(reference: str, argv: list[str] | None = None) -> int:
@@ -96,6 +104,7 @@ def main(reference: str, argv: list[str] | None = None) -> int:
 
 def _run(reference: str, argv: list[str] | None) -> int:
     replace_what_no_terminal_shows()
+    hide_deprecations()
     if logging.lastResort is not None:  # warnings of this process go through this handler
         logging.lastResort.filters[:] = [Repeats()]
     name, parent = reference, uv_parent()  # the parent may exit before the launch
@@ -127,10 +136,11 @@ def _run(reference: str, argv: list[str] | None) -> int:
 
 
 def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
-    line = parse(argv, app.name)
+    line = parse(argv, app.name, lambda name: compose.nearest_setting(name, app.config()))
     config = app.config(line.overrides, line.config)
     if line.help is not None:
-        print_all(compose.render_help(f"{app.name}: {app.title}", config, line.help, app.rejected))
+        command = f"rl run {reference}" if ":" in reference else app.name
+        print_all(render_help(app, config, line.help, command))
         return 0
     if line.cfg:
         print_all(compose.to_yaml(config).rstrip("\n"))
@@ -141,6 +151,8 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
     devices = devices_of(started, config.cluster, config.launcher, line.dry_run)
     choose_route(config, layout, devices)
     run = Run(config, layout, run_directory(config.run_dir, config.experiment, config.trial), devices.kind)
+    has_bfloat16 = devices.kind == "cuda" and gpus_have_bfloat16()
+    resolve_dtypes(config, has_bfloat16, stored_settings(run.directory))
     options = config.launcher.options
     assert options is not None
     if not line.dry_run and options.submits() and (code := options.attach(run.directory)) is not None:
@@ -167,6 +179,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             changes = [*(f"  {change}" for change in past.changes), *leftover_files(run.directory)]
             print(
                 devices.sentence,
+                f"dtype: {describe_dtypes(config)}",
                 f"{headline}: {run.directory}",
                 *changes,
                 "loading and checking the data",
@@ -174,14 +187,16 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
                 flush=True,
             )
         step_notes = app.check(run)
+        check_architectures(run)
         job = submission(reference, run, devices, [word for word in argv if word != "--dry-run"])
         options.check(job.roles)
         check_program(run, (lambda _: None) if line.dry_run else partial(print, flush=True))
         if line.dry_run:
-            step_notes += warnings_for(run)
+            check_limits(run)
             if Path(config.model.directory()).is_dir():
                 with TemporaryDirectory(prefix="rl-plan-") as scratch:
                     step_notes += _run_preflight(app, replace(run, directory=Path(scratch)), lambda _: None)
+            step_notes += warnings_for(run, app.form)
             print_all(_plan(app, run, devices, step_notes, job))
             return 0
         if options.submits():
@@ -217,7 +232,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         if addresses := attached(config, run.layout):
             progress.print_message(f"checking the servers at {', '.join(addresses)}")
             check_attached(run, step)
-        for sentence in (*_run_preflight(app, run, progress.print_message), *warnings_for(run)):
+        check_limits(run)
+        for sentence in (*_run_preflight(app, run, progress.print_message), *warnings_for(run, app.form)):
             progress.console.print(sentence, soft_wrap=True)
         take_over(run)  # all checks have passed
         truncate_to_checkpoint(run_dir, config.recover)
@@ -232,6 +248,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         say = partial(progress.console.print, soft_wrap=True, markup=False)
         tracking = Tracking(config.trackers, run_dir, config.experiment, compose.to_plain(config), say)
         servers, waiting = server_jobs(run, devices), WaitingDisplay(progress, metrics)
+        if sentence := expectation(app, run, devices.cores_each):
+            say(sentence)
         progress.print_message("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
@@ -340,7 +358,7 @@ def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[
         if isinstance(run.config, GRPOConfig):
             try_policy_loss(run.config.algorithm.loss)
         say("scoring the gold answers")
-        messages = check_golds(run, app.form)
+        messages = check_golds(run, app.form) + try_evaluation_sets(run)
     else:
         messages = []
     say("measuring sequence lengths")
@@ -348,7 +366,7 @@ def _run_preflight(app: App, run: Run[Any], say: Callable[[str], None]) -> list[
 
 
 class WaitingDisplay:
-    """Report why a run waits, until it writes its first record.
+    """Report why a run waits, until it writes the record of its first step.
 
     Args:
         progress: display of the messages, and of the records later.
@@ -361,15 +379,21 @@ class WaitingDisplay:
 
     def begin(self) -> None:
         """Begin to wait: the run starts or restarts."""
+        (self._metrics.parent / STAGE_FILE).unlink(missing_ok=True)  # of a killed trainer
         self._progress.rewind()
         self._before = _size(self._metrics)
         self._begin, self._next_message, self._starting = time.monotonic(), 0.0, set[str]()
+        self._ended = False
         self._old: dict[Path, int] = {}  # size of each log in bytes at the first tick
 
     def tick(self, workers: Sequence[Worker]) -> None:
         """Check the state of the workers and report why the run waits."""
         self._progress.tick()
-        if _size(self._metrics) > self._before:
+        if self._ended:
+            return
+        evaluated = _size(self._metrics) > self._before
+        if evaluated and not last_record(self._metrics.parent).get("evaluation"):
+            self._ended = True
             return
         seconds, starting = time.monotonic() - self._begin, {w.name for w in workers if w.status == "starting"}
         running = {w.name for w in workers if w.status == "running"}
@@ -384,12 +408,15 @@ class WaitingDisplay:
             what = f"for {names} to start" if starting else "for the first step"
             logs = (w.log for w in pending if w.log in grown_logs)
             last_line = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
-            self._progress.print_message(f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})")
+            stage = "" if starting else describe_stage(self._metrics.parent)
+            waiting = "" if evaluated else f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})"
+            if message := stage or waiting:
+                self._progress.print_message(message)
 
 
 def _last_log_line(log: Path) -> str:
-    """Return the last line of a log, shortened, without time and process."""
-    lines = _COLOR.sub("", tail(log, 20)).splitlines()
+    """Return the last line of a log, shortened, without time and process. Warnings of libraries are skipped."""
+    lines = _LIBRARY_WARNING.sub("", _COLOR.sub("", tail(log, 20))).splitlines()
     texts = (_LOG_PREFIX.sub("", line, count=1) for line in reversed(lines))
     return shorten(next(filter(str.strip, texts), ""), 100)
 
@@ -422,21 +449,20 @@ def trainer_job(reference: str, run: Run[Any], devices: Devices, servers: Sequen
     )
 
 
-def _plan(app: App, run: Run[Any], devices: Devices, step_notes: list[str], job: JobSubmission) -> str:
-    """Return the plan of a run: a summary of six lines, results of the checks, the settings, and the processes.
-
-    The plan is valid YAML: everything except the settings is a comment."""
+def _plan(app: App, run: Run[Any], devices: Devices, notes: list[str], job: JobSubmission) -> str:
+    """Return the plan of a run: a summary of seven lines, results of the checks, the processes, and the warnings."""
     assert run.config.launcher.options is not None
     script = run.config.launcher.options.script(job)
+    warnings = [note for note in notes if note.startswith(WARNING)]
     parts = [
-        *(f"# {name}: {text}" for name, text in _plan_lines(app, run, devices).items()),
-        "# A step",
-        *(f"#   {text}" for text in step_notes),
-        compose.to_yaml(run.config).rstrip(),
-        f"# Processes ({devices.cores_each} core(s) each)",
-        *(f"#   {text}" for role in job.roles for text in _locations(role, devices.places.get(role.role, ()))),
-        *(f"#   expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
-        *(["# Batch script", *(f"#   {text}".rstrip() for text in script.splitlines())] if script else []),
+        *(f"{name}: {text}" for name, text in _plan_lines(app, run, devices).items()),
+        "A step",
+        *(f"  {note}" for note in notes if note not in warnings),
+        f"Processes ({devices.cores_each} core(s) each)",
+        *(f"  {text}" for role in job.roles for text in _locations(role, devices.places.get(role.role, ()))),
+        *(f"  expected at {a}: {command_of(run, a, i)}" for i, a in enumerate(attached(run.config, run.layout))),
+        *(["Batch script", *(f"  {text}".rstrip() for text in script.splitlines())] if script else []),
+        *warnings,
     ]
     return "\n".join(parts)
 
@@ -446,16 +472,18 @@ def _plan_lines(app: App, run: Run[Any], devices: Devices) -> dict[str, str]:
     config, data = run.config, run.config.data
     rows = load_rows(data, "train", app.form, config.seed)
     steps = config.steps_with(len(rows), app.form)
-    passes = steps * data.batch_size / len(rows)
+    passes = passes_over(config, app.form, rows)
     ends = f" (total_epochs={config.total_epochs})" if steps < config.total_steps else ""
     model = config.model.directory()
     placed = "" if model == config.model.path else f" ({model})"
+    route = f", publish.route={config.publish.route}" if run.layout.rollout else ""
     return {
         "Devices": devices.sentence,
+        "Dtype": describe_dtypes(config),
         "Data": f"{len(rows)} examples of {' '.join(filter(None, (data.name, data.path)))}, {data.batch_size} per step",
-        "Steps": f"{steps}{ends}, {passes:.2g} passes over the data",
+        "Steps": f"{steps}{ends}, {f'{passes:.2g}' if passes < 100 else f'{passes:,.0f}'} passes over the data",
         "Model": f"{config.model.path}{placed}, recipe {config.recipe or 'none'}",
-        "Allocation": f"{config.allocation}, started by {config.launcher.kind}",
+        "Allocation": f"{config.allocation}, started by {config.launcher.kind}{route}",
         "Files": str(run.directory),
     }
 

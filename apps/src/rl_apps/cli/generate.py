@@ -15,8 +15,12 @@ from rl_contracts.errors import DataError, ModelError
 from rl_contracts.models.directory import check_model_directory, context_length
 
 
-def model_of(path: Path) -> Path:
+def model_of(path: Path, command: str = "rl generate") -> Path:
     """Return the model directory: the path itself, or the last checkpoint if the path is a run directory.
+
+    Args:
+        path: directory of a model or a run.
+        command: command for messages.
 
     Raises:
         ModelError: the path has no model, or the run has no checkpoint.
@@ -35,7 +39,7 @@ def model_of(path: Path) -> Path:
             f"{'a file' if path.is_file() else 'no directory'}. "
             "Download a model of the hub with `hf download`, which prints its directory."
         )
-    check_model_directory(str(path.absolute()), "rl generate", tokenizer=True)
+    check_model_directory(str(path.absolute()), command, tokenizer=True)
     return path
 
 

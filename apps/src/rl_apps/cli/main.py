@@ -15,12 +15,19 @@ from rl_apps.settings.command_line import Parser, print_all
 from rl_contracts import registry
 from rl_contracts.config import require
 from rl_contracts.errors import ConfigError, DataError, RLError, did_you_mean
-from rl_contracts.runtime.terminal import leave_pipe, replace_what_no_terminal_shows
+from rl_contracts.runtime.terminal import hide_deprecations, leave_pipe, replace_what_no_terminal_shows
+
+_MEANT = {
+    "figures": " It was renamed to 'metrics'.",
+    "train": " Use an app, such as `rl grpo` or `rl sft`.",
+}
+"""Hints for words that are no command."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
     replace_what_no_terminal_shows()
+    hide_deprecations()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.command == "run":
@@ -30,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         own = {
             "replay": _replay,
             "metrics": _metrics,
+            "evaluate": _evaluate,
             "generate": _generate,
+            "serve": _serve,
             "doctor": _doctor,
             "demo": _demo,
             "plan": _plan,
@@ -83,11 +92,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.description = overview(apps, {action.dest: action.help or "" for action in commands._choices_actions})
     names = (*commands.choices, *apps)
     if argv and argv[0] not in names and not argv[0].startswith("-"):
-        near = " It was renamed to 'metrics'." if argv[0] == "figures" else did_you_mean(argv[0], names)
+        near = _MEANT.get(argv[0]) or did_you_mean(argv[0], names)
         raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
     if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
         argv = ["run", *argv]
     arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command in ("plan", "evaluate"):  # models and settings may follow options
+        words = arguments.settings if arguments.command == "plan" else arguments.words
+        words += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
     if unknown:
         commands.choices[arguments.command].error(f"unknown arguments: {' '.join(unknown)}")
     return arguments
@@ -179,7 +192,8 @@ def _add_checks(commands: Any) -> None:
     )
     plan.add_argument("--rates", type=Path, metavar="FILE", help="YAML file of measured rates")
     plan.add_argument("--run", type=Path, help="run directory with measured rates; its settings are the defaults")
-    plan.add_argument("--no-splits", action="store_true", help="plan only the given allocation")
+    plan.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings, as for the command")
+    plan.add_argument("--no-splits", action="store_true", help="plan only the given (or default) allocation")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     demo = commands.add_parser("demo", help="inject a fault into a short run and show how it is detected")
     demo.add_argument("fault", nargs="?", default="", help="default: list the faults")
@@ -190,6 +204,20 @@ def _add_models(commands: Any) -> None:
     metrics = commands.add_parser("metrics", help="explain the metrics in metrics.jsonl")
     metrics.add_argument("name", nargs="?", default="", help="metric, or a prefix (default: all)")
     metrics.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/metrics.md")
+    evaluate = commands.add_parser("evaluate", help="evaluate models on data sets: accuracy, pass@k, maj@k")
+    evaluate.add_argument(
+        "words",
+        nargs="+",
+        metavar="MODEL",
+        help="runs (best or newest checkpoint, with their settings), checkpoints, model directories or hub ids; and "
+        "settings, such as data.name=gsm8k evaluation.n=8 allocation=vllm:d1",
+    )
+    evaluate.add_argument(
+        "--by", action="append", default=[], metavar="COLUMN", help="also report each value of a column of the data"
+    )
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and the sampling settings")
+    evaluate.add_argument("--dry-run", action="store_true", help="end after all checks, before anything starts")
+    evaluate.add_argument("--page", type=Path, metavar="FILE", help="write an HTML page with the completions")
     generate = commands.add_parser("generate", help="chat with a trained model")
     generate.add_argument("model", type=Path, help="run directory (its last checkpoint) or model directory")
     generate.add_argument("--prompt", help="a single prompt (default: a conversation, one line per turn)")
@@ -201,6 +229,21 @@ def _add_models(commands: Any) -> None:
     generate.add_argument("--seed", type=int, help="random seed")
     generate.add_argument("--system", default="", help="system message")
     generate.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda if available")
+    serve = commands.add_parser("serve", help="serve a trained model with OpenAI's HTTP API")
+    serve.add_argument("model", type=Path, help="run directory (its last checkpoint) or model directory")
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default %(default)s); other machines need a key, in the environment as RL_API_KEY",
+    )
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: a free one (default %(default)s)")
+    serve.add_argument("--device", default="", choices=("cpu", "cuda"), help="default: cuda if available")
+    serve.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the weights; auto: bfloat16 on a GPU that has it, otherwise float32 (default %(default)s)",
+    )
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -210,13 +253,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from rl_apps.plan import planner
+    from rl_apps.plan.inputs import read_inputs
 
-    memory, splits = arguments.memory * 2**30, not arguments.no_splits
-    result = planner.plan(
-        arguments.app, arguments.settings, arguments.gpu, memory, arguments.rates, arguments.run, splits
-    )
-    print(planner.line(result) if arguments.json else planner.page(result))
+    memory = arguments.memory * 2**30
+    files = (arguments.rates, arguments.run, arguments.config)
+    inputs = read_inputs(arguments.app, arguments.settings, arguments.gpu, memory, *files)
+    from rl_apps.plan import page, planner  # slow to import: after the checks of the arguments
+
+    result = planner.plan(inputs, splits=not arguments.no_splits)
+    print(page.line(result) if arguments.json else page.page(result))
     return 0
 
 
@@ -275,6 +320,12 @@ def _metrics(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from rl_apps.cli import evaluate
+
+    return evaluate.evaluate(arguments.words, arguments.by, arguments.json, arguments.page, arguments.dry_run)
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     from rl_apps.cli import generate
     from rl_contracts.config import GenerationConfig
@@ -287,13 +338,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     return generate.chat(session, arguments.prompt)
 
 
+def _serve(arguments: argparse.Namespace) -> int:
+    from rl_apps.cli.serve import serve
+
+    return serve(arguments.model, arguments.host, arguments.port, arguments.device, arguments.dtype)
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     from rl_apps.cli.driver import trainer_job
-    from rl_apps.preflight.checks import check_algorithm, check_run
+    from rl_apps.preflight.checks import check_algorithm, check_architectures, check_run
     from rl_apps.run.app import Run
     from rl_apps.settings.compose import compose, to_yaml
     from rl_apps.settings.config import GRPOConfig
     from rl_apps.settings.device_layout import devices_of, layout_of
+    from rl_apps.settings.dtypes import gpus_have_bfloat16, resolve_dtypes
     from rl_apps.settings.model import find_models
     from rl_launchers import Launcher
 
@@ -310,9 +368,11 @@ def _replay(arguments: argparse.Namespace) -> int:
     devices = devices_of(layout, config.cluster, config.launcher)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as scratch:
         config.model.directories |= find_models(config.model_paths())
+        resolve_dtypes(config, devices.kind == "cuda" and gpus_have_bfloat16())
         run = Run(config, layout, Path(scratch), devices.kind)
         check_run(run)
         check_algorithm(run)
+        check_architectures(run)
         print(devices.sentence, file=sys.stderr)
         (run.directory / "config.yaml").write_text(to_yaml(config))
         (run.directory / batch.name).symlink_to(batch)

@@ -23,7 +23,7 @@ APPS = {
 GROUPS = {
     "commands for a run": (
         *("watch", "status", "logs", "show", "plot", "report", "metrics"),
-        *("stop", "scale", "replay", "generate"),
+        *("stop", "scale", "replay", "evaluate", "generate", "serve"),
     ),
     "commands for setup": ("doctor", "plan", "demo"),
 }

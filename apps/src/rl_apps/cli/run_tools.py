@@ -13,6 +13,7 @@ from typing import Any
 from rl_apps.run.directory import resumption, step_seconds
 from rl_contracts.errors import ConfigError, StalledError
 from rl_contracts.runtime.run_files import read_json, tail
+from rl_contracts.runtime.terminal import colored
 from rl_monitor.status import _job_scheduler, read_new_lines, require_names, status_of, while_alive
 
 BUSY = 30.0
@@ -93,7 +94,8 @@ def logs(directory: Path, worker: str, lines: int, follow: bool) -> int:
 def _print(path: Path, text: str, shown: Path | None) -> Path | None:
     if not text:
         return shown
-    print(*([] if path == shown else [f"==> {path.stem} <=="]), text, sep="\n", flush=True)
+    headline = colored(f"==> {path.stem} <==", path.stem.rpartition("-")[0], sys.stdout)
+    print(*([] if path == shown else [headline]), text, sep="\n", flush=True)
     return path
 
 

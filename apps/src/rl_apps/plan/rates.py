@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ NEEDED = {
     "episode_seconds": "s, time of an episode outside generation: tools, rewards",
     "train_tokens_per_s": "tokens/s, one trainer device: log-probs and update",
     "publish_seconds": "s, from the update to the commit on all servers",
+    "publish_gb_per_s": "GB/s, weights from the trainer to the servers; gives publish_seconds",
     "other_seconds": "s, time of a step outside waiting, training and publishing",
     "prompt_tokens": "tokens, mean of a prompt",
     "answer_tokens": "tokens, mean of a completion",
@@ -31,6 +33,9 @@ NEEDED = {
     "rejected_fraction": "fraction of groups, rejected and replaced",
 }
 """Rates that a plan needs, each with its unit and meaning."""
+
+DERIVED = ("answer_tokens", "answer_sigma", "publish_gb_per_s")
+"""Rates from which others are computed: the completion lengths, and the seconds to publish."""
 
 SAMPLES = 4096
 """Maximum number of sampled lengths that represent a distribution."""
@@ -93,6 +98,13 @@ DEVICES = {
 SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS_READING, SHARE_OF_FLOPS_TRAINING = 0.6, 0.5, 0.4
 """Assumed fractions of the data sheet's bandwidth (decoding) and FLOP/s (prefill, training)."""
 
+ROUTE_GB_PER_S = {"shm": 5.0, "ipc": 5.0, "disk": 1.0, "broadcast": 5.0}
+"""Assumed GB/s of each publish route. One rank sends, and each server computes checksums."""
+PUBLISH_OVERHEAD = 0.1
+"""Assumed seconds of the requests and the pause of a publication."""
+FLOPS_PER_TOKEN, FLOPS_RECOMPUTED = 8, 2
+"""FLOPs per parameter and trained token (log-probs, forward, backward), and with gradient checkpointing in addition."""
+
 
 def read_rates(file: Path) -> dict[str, Sourced]:
     """Return the rates of a YAML file.
@@ -150,6 +162,7 @@ def fit_decode(table: Any, where: str) -> tuple[float, float]:
     return float(first), float(slope)
 
 
+@functools.cache
 def lognormal_lengths(mean: float, sigma: float, longest: int, seed: int = 0) -> tuple[int, ...]:
     """Return log-normal lengths, capped at `longest`, in random order.
 
@@ -190,15 +203,18 @@ def sampled(lengths: Sequence[int], seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(list(lengths), min(len(lengths), SAMPLES)))
 
 
-def assumed(name: str, parameters: float, weights: float, cache: float, split: int) -> dict[str, Sourced]:
+def assumed(
+    name: str, parameters: float, weights: float, cache: float, split: int, flops: int = FLOPS_PER_TOKEN
+) -> dict[str, Sourced]:
     """Return the rates that a data sheet suggests.
 
     Args:
         name: name of the device, one of `DEVICES`.
-        parameters: number of parameters of the model.
+        parameters: number of parameters that each token uses.
         weights: bytes of the served weights.
         cache: bytes of the KV cache per token.
         split: number of devices per server.
+        flops: FLOPs per parameter and trained token.
 
     Raises:
         ConfigError: the device is not in `DEVICES`.
@@ -207,10 +223,10 @@ def assumed(name: str, parameters: float, weights: float, cache: float, split: i
     device = DEVICES[name]
     bandwidth = device.bandwidth * SHARE_OF_BANDWIDTH * split
     prefill = device.flops * SHARE_OF_FLOPS_READING * split / (2 * parameters)
-    training = device.flops * SHARE_OF_FLOPS_TRAINING / (8 * parameters)
+    training = device.flops * SHARE_OF_FLOPS_TRAINING / (flops * parameters)
     memory = f"assumed: {SHARE_OF_BANDWIDTH:.0%} of an {name}'s bandwidth"
     pass_through = f"assumed: {SHARE_OF_FLOPS_READING:.0%} of an {name}'s FLOP/s"
-    update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, 8 FLOPs per parameter and token"
+    update = f"assumed: {SHARE_OF_FLOPS_TRAINING:.0%} of an {name}'s FLOP/s, {flops} FLOPs per parameter and token"
     return {
         "decode_seconds": Sourced(weights / bandwidth, memory),
         "decode_seconds_per_completion": Sourced(1 / prefill, pass_through),
@@ -218,3 +234,16 @@ def assumed(name: str, parameters: float, weights: float, cache: float, split: i
         "prefill_tokens_per_s": Sourced(prefill, pass_through),
         "train_tokens_per_s": Sourced(training, update),
     }
+
+
+def assumed_publish(size: float, route: str, given: Sourced | None) -> Sourced:
+    """Return the seconds of a publication: bytes divided by the speed of the route, and an overhead.
+
+    Args:
+        size: bytes of the published weights.
+        route: route of the weights.
+        given: GB/s of the route, or None for the value of `ROUTE_GB_PER_S`.
+    """
+    speed = given or Sourced(ROUTE_GB_PER_S[route], "assumed")
+    formula = f"{size / 1e9:.3g} GB / ({speed.value:g} GB/s over {route}) + {PUBLISH_OVERHEAD} s"
+    return Sourced(size / 1e9 / speed.value + PUBLISH_OVERHEAD, f"{speed.source}: {formula}")

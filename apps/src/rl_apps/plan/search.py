@@ -1,8 +1,8 @@
-"""Find the best split of devices between servers and trainer, and the best staleness, by simulating each candidate."""
+"""Find the best split of the devices and the best staleness by simulating each candidate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rl_apps.plan.rates import Rates
@@ -26,6 +26,7 @@ SPLITS = 10
 class Candidate:
     """Split of the devices and a staleness, with the simulated outcome."""
 
+    allocation: str
     setup: Setup
     """Set-up at full size."""
     outcome: Outcome
@@ -39,31 +40,18 @@ class Candidate:
         return self.outcome.tokens_per_s * self.size
 
 
-def search(
-    setup: Setup,
-    devices: int,
-    server_devices: int,
-    replica_devices: int,
-    fits: Callable[[int], bool] = lambda replicas: True,
-) -> list[Candidate]:
-    """Simulate the splits of the devices at increasing staleness; return the candidates, the fastest first.
-
-    The number of trainer replicas must divide the prompts of a step. The servers get the remaining devices.
+def search(setups: Mapping[str, Setup]) -> list[Candidate]:
+    """Simulate splits at increasing staleness; return the candidates, the fastest first.
 
     Args:
-        setup: set-up of the run; the search varies its split and staleness.
-        devices: number of devices of the whole cluster.
-        server_devices: number of devices of one server.
-        replica_devices: number of devices of one trainer replica.
-        fits: whether a trainer with this number of replicas fits into the memory of its ranks.
+        setups: set-up of each split by its allocation. If there are more than `SPLITS`, evenly spaced ones are tried.
     """
     candidates: list[Candidate] = []
-    possible = _splits(setup, devices, server_devices, replica_devices)
-    splits = [split for split in possible if fits(split.replicas)]
-    for split in splits[:: -(-len(splits) // SPLITS) or 1]:
+    splits = list(setups.items())
+    for allocation, setup in splits[:: -(-len(splits) // SPLITS) or 1]:
         best = 0.0
         for staleness in STALENESS:
-            candidate = _try(replace(split, max_staleness=staleness))
+            candidate = _try(allocation, replace(setup, max_staleness=staleness, max_concurrent=None))
             candidates.append(candidate)
             if candidate.tokens_per_s < GAIN * best:
                 break
@@ -77,20 +65,9 @@ def preferred(candidates: list[Candidate]) -> Candidate:
     return min(good, key=lambda each: (each.setup.max_staleness, -each.tokens_per_s))
 
 
-def _splits(setup: Setup, devices: int, server_devices: int, replica_devices: int) -> Iterator[Setup]:
-    for replicas in range(1, setup.batch_size + 1):
-        trainers = replicas * replica_devices
-        servers = (devices if setup.shared else devices - trainers) // server_devices
-        if setup.batch_size % replicas or servers < 1 or trainers > devices:
-            continue
-        if setup.shared and trainers < devices:  # servers and trainer share all devices
-            continue
-        yield replace(setup, servers=servers, replicas=replicas, trainer_devices=trainers, max_concurrent=None)
-
-
-def _try(setup: Setup) -> Candidate:
+def _try(allocation: str, setup: Setup) -> Candidate:
     size = _divisor(setup)
-    return Candidate(setup, simulate(miniature(setup, size)), size)
+    return Candidate(allocation, setup, simulate(miniature(setup, size)), size)
 
 
 def _divisor(setup: Setup) -> int:

@@ -93,9 +93,12 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """Idle fraction of the trainer or of the servers, whichever is larger."""
+        """Stage that limits the speed, with the idle fraction of the trainer or of the servers."""
         idle, waits = 1 - self.servers_busy, self.wait_seconds / self.step_seconds
-        return f"trainer idle {waits:.0%}" if waits >= idle else f"servers idle {idle:.0%}"
+        if waits >= idle:
+            return f"generation (trainer idle {waits:.0%})"
+        stage = "training" if self.train_seconds >= self.publish_seconds else "publishing"
+        return f"{stage} (servers idle {idle:.0%})"
 
 
 class OneCompletion(RolloutWorkflow):

@@ -17,6 +17,7 @@ from rl_apps.run.sequence_lengths import longest_row
 from rl_apps.settings.config import GRPOConfig, RunConfig, ServedConfig
 from rl_apps.settings.data import load_rows
 from rl_apps.settings.device_layout import Devices, Layout
+from rl_apps.settings.evaluation_sets import configs_of_sets, naming_set
 from rl_apps.settings.model import as_planned, check_architecture, check_generates
 from rl_contracts import registry
 from rl_contracts.config import require
@@ -25,7 +26,7 @@ from rl_contracts.models.directory import context_length, parameters_in
 from rl_contracts.workflow import AgentWorkflow, Environment, RolloutWorkflow
 from rl_trainers.run_log.tracking import load_trackers
 
-__all__ = ["check_algorithm", "check_batch", "check_rollout", "check_rows"]
+__all__ = ["check_algorithm", "check_batch", "check_held_out", "check_rollout", "check_rows"]
 
 MIB = 2**20
 LOOPBACKS = ("127.0.0.1", "::1", "localhost")
@@ -48,6 +49,16 @@ def check_run(run: Run[Any]) -> None:
     with as_planned(run.config.model, run.config.data) as directory:
         spec = replace(run.config.finetune_spec(), model_path=directory, device=run.device)
         engine.check(run.layout.actor.strategy, spec)
+    check_models(run)
+
+
+def check_models(run: Run[Any]) -> None:
+    """Check the servers of a run, and the architectures of its models.
+
+    Raises:
+        ConfigError: a setting is not supported by the servers.
+        ModelError: a model is of an unknown type, or does not generate text.
+    """
     if run.layout.rollout is not None:
         servers, addresses = run.layout.rollout.strategy.data, attached(run.config, run.layout)
         require(
@@ -64,9 +75,19 @@ def check_run(run: Run[Any]) -> None:
         )
         run.config.rollout.server.check(serve_spec(run))
     for path, directory in run.config.model.directories.items():
-        check_architecture(path, directory)
         if run.layout.rollout is not None and path == run.config.model.path:
             check_generates(path, directory)
+    longest_row(run.config.data, run.config.model.directory())
+
+
+def check_architectures(run: Run[Any]) -> None:
+    """Reject models of a type that transformers does not have. This imports transformers, so other checks come first.
+
+    Raises:
+        ModelError: see `check_architecture`.
+    """
+    for path, directory in run.config.model.directories.items():
+        check_architecture(path, directory)
 
 
 def choose_route(config: RunConfig, layout: Layout, devices: Devices) -> None:
@@ -98,32 +119,18 @@ def on_this_machine(addresses: Sequence[str]) -> bool:
     return all((urlsplit(address).hostname or "") in LOOPBACKS for address in addresses)
 
 
-def warnings_for(run: Run[Any]) -> list[str]:
-    """Return warnings about settings that work but probably give poor results.
+def check_limits(run: Run[Any]) -> None:
+    """Check the run against the context of its model and the limits of this machine.
 
     Raises:
-        ConfigError: see `longest_row`; the canary does not fit; or /dev/shm or the limit of open files of this machine
-            is too small.
+        ConfigError: the canary does not fit; or /dev/shm or the limit of open files of this machine is too small.
     """
-    config, warnings = run.config, []
-    if isinstance(config, GRPOConfig):
-        warnings += _warn_file_limit(config, run.layout.actor.strategy.data)
+    shortage = file_shortage(run)
+    if shortage and run.config.launcher.kind == "local":
+        raise ConfigError(f"{shortage}.")
     if run.layout.rollout is not None:
         _check_canary(run)
         _check_shared_memory(run)
-    limit = longest_row(config.data, config.model.directory())
-    lengths = {}
-    if run.layout.rollout and config.evaluation.examples:
-        lengths["evaluation.max_new_tokens"] = config.evaluation.max_new_tokens
-    if isinstance(config, GRPOConfig):
-        lengths["rollout.generation.max_new_tokens"] = config.rollout.generation.max_new_tokens
-    for name, tokens in lengths.items():
-        if tokens >= limit:
-            warnings.append(
-                f"warning: {name}={tokens} leaves no room for a prompt: both together have at most {limit} tokens "
-                "(data.max_length, or the model's context)"
-            )
-    return warnings
 
 
 def _check_canary(run: Run[Any]) -> None:
@@ -154,30 +161,25 @@ def _check_shared_memory(run: Run[Any]) -> None:
     require(free >= needed, "publish.route=shm", expected, f"{free / MIB:.1f} MiB")
 
 
-def _warn_file_limit(config: GRPOConfig, replicas: int) -> list[str]:
-    """Return a warning if a trainer may exceed the limit of open files with its concurrent requests.
-
-    Raises:
-        ConfigError: the trainers run on this machine, so its limit is known to be too low.
-    """
+def file_shortage(run: Run[Any]) -> str:
+    """Return a sentence if a trainer may exceed the limit of open files of this machine with its requests, or ""."""
     from rl_workflows.rollout.evaluation import CONCURRENT_EPISODES
 
-    rollout = config.rollout
-    groups = (rollout.max_staleness + 1) * config.data.batch_size
+    if not isinstance(run.config, GRPOConfig):
+        return ""
+    rollout, batch_size, replicas = run.config.rollout, run.config.data.batch_size, run.layout.actor.strategy.data
+    groups = (rollout.max_staleness + 1) * batch_size
     groups = min(groups, rollout.max_concurrent or groups)
     base = CONCURRENT_EPISODES + FILES_BESIDE_REQUESTS
     needed, allowed = groups * rollout.group_size // replicas + base, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
-        return []
-    shortage = (
-        f"a trainer sends up to {needed - base} concurrent requests and needs about {needed} open files; the "
-        f"limit is {allowed} (`ulimit -Hn`)"
-    )
+        return ""
     at_most = (allowed - base) // rollout.group_size * replicas
     lower = f"set rollout.max_concurrent={at_most}" if at_most > 0 else "lower rollout.group_size"
-    if config.launcher.kind == "local":
-        raise ConfigError(f"rollout.max_concurrent: {shortage}. Raise the limit, or {lower}.")
-    return [f"warning: {shortage}; raise the limit on the nodes, or {lower}"]
+    return (
+        f"rollout.max_concurrent: a trainer sends up to {needed - base} concurrent requests and needs about {needed} "
+        f"open files; the limit is {allowed} (`ulimit -Hn`). Raise the limit, or {lower}"
+    )
 
 
 def check_batch(prompts: int, group_size: int, minibatches: int, replicas: int) -> str:
@@ -241,9 +243,12 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
         ConfigError: a component is not installed or has invalid constants, or the train engine cannot run the reference
             policy or the critic.
     """
+    config, lines = run.config, []
+    algorithm = config.algorithm
+    for component in (algorithm.loss, algorithm.advantage, algorithm.correction, algorithm.mask):
+        registry.require_installed(component)  # before the imports of torch
     from rl_trainers.algorithms.objective import make_policy_loss
 
-    config, lines = run.config, []
     make_policy_loss(config.algorithm, config.actor.minibatches)
     registry.load_component(config.algorithm.advantage)
     for needed, name, model, spec in (
@@ -254,6 +259,27 @@ def check_algorithm(run: Run[GRPOConfig]) -> list[str]:
             model.engine.check(run.layout.actor.strategy, replace(spec, device=run.device))
             lines.append(f"a {name} besides the policy, from {spec.model_path}")
     return lines
+
+
+def check_held_out(run: Run[Any], form: str) -> None:
+    """Load the held-out examples and those of the named evaluation sets, with their rewards.
+
+    Args:
+        form: form of the held-out examples of the run, see `load_rows`.
+
+    Raises:
+        ConfigError, DataError: the data or the reward of a set cannot be used, or named sets have no servers.
+    """
+    config, sets = run.config, configs_of_sets(run.config)
+    if config.evaluation.examples:
+        load_rows(config.data, "test", form, config.seed)
+    expected = "none without servers; add servers to the allocation, such as allocation=embedded:d1+fsdp:d1"
+    require(run.layout.rollout is not None or not sets, "evaluation.sets", expected, [*sets])
+    for name, of_set in sets.items():
+        with naming_set(name):
+            reward = registry.load("rl.rewards", of_set.rollout.reward)
+            require(callable(reward), "reward", f"a function, not a {type(reward).__name__}", of_set.rollout.reward)
+            load_rows(of_set.data, "set", "rl", of_set.seed)
 
 
 def check_rows(run: Run[Any], form: str) -> list[str]:
@@ -278,8 +304,7 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
     )
     check_chat_template(run)
     rows = load_rows(config.data, "train", form, config.seed)
-    if config.evaluation.examples:
-        load_rows(config.data, "test", form, config.seed)
+    check_held_out(run, form)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
     unit = "pairs" if form == "pairs" else "examples"
     return [f"{config.data.batch_size} of {len(rows)} {unit} per step, {config.total_steps} steps"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import rl_trainers
@@ -12,6 +13,7 @@ from rl_apps.run.app import Run
 from rl_apps.run.components import Components
 from rl_apps.settings.config import GRPOConfig
 from rl_apps.settings.data import Rows, first_rows, load_rows
+from rl_apps.settings.evaluation_sets import configs_of_sets, naming_set
 from rl_contracts import registry
 from rl_contracts.chat.rendering import tokenizer_of
 from rl_contracts.config import require
@@ -40,18 +42,19 @@ def _split(run: Run[Any], form: str) -> str:
     return "train" if form == "rl" or not run.config.evaluation.examples else "test"
 
 
-def run_trial_episode(run: Run[Any], form: str) -> None:
+def run_trial_episode(run: Run[Any], form: str, split: str = "") -> None:
     """Run workflow and reward of a run on an example of its data, with its own `answer` as the completion.
 
     Args:
         form: form in which the command reads its training data. If it is not `rl`, evaluation examples are used.
+        split: split of the example, see `load_rows`. Empty: depends on the form.
 
     Raises:
         ConfigError: workflow or reward failed; with the error and the line of the user's code.
         ModelError: the tokenizer cannot be read.
     """
     settings, error = run.config.rollout, None
-    rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
+    rows = load_rows(run.config.data, split or _split(run, form), "rl", run.config.seed)
     try:
         with Components(run) as components:
             workflow = components.workflow(components.reward())
@@ -67,7 +70,8 @@ def run_trial_episode(run: Run[Any], form: str) -> None:
     if error is not None:
         component = registry.load("rl.workflows", settings.workflow)
         if isinstance(error, RewardError):  # its message already names the line
-            place, page = "", "reward"
+            fields = f" (the example has {', '.join(sorted(row))})" if "raised KeyError" in str(error) else ""
+            place, page = fields, "reward"
         else:
             place = raised_at(error) or defined_at(getattr(component, "arun_episode", component))
             page = "agent" if isinstance(component, type) and issubclass(component, AgentWorkflow) else "workflow"
@@ -78,11 +82,30 @@ def run_trial_episode(run: Run[Any], form: str) -> None:
         ) from error
 
 
-def check_golds(run: Run[Any], form: str) -> list[str]:
+def try_evaluation_sets(run: Run[Any]) -> list[str]:
+    """Run a trial episode, and score the gold answers, for each named evaluation set of a run.
+
+    Returns:
+        A sentence about the gold answers of each set whose reward has `scores_gold`.
+
+    Raises:
+        ConfigError, DataError, ModelError: see `run_trial_episode` and `check_golds`.
+    """
+    messages = []
+    for name, config in configs_of_sets(run.config).items():
+        with naming_set(name):
+            of_set = replace(run, config=config)
+            run_trial_episode(of_set, "rl", "set")
+            messages += [f"evaluation.sets.{name}: {sentence}" for sentence in check_golds(of_set, "rl", "set")]
+    return messages
+
+
+def check_golds(run: Run[Any], form: str, split: str = "") -> list[str]:
     """Score the gold answer of every example as if the model had generated it. Only for rewards with `scores_gold`.
 
     Args:
         form: form in which the command reads its training data, as for `run_trial_episode`.
+        split: split of the examples, as for `run_trial_episode`.
 
     Returns:
         One sentence with the number of gold answers that score 1; empty for other rewards.
@@ -93,7 +116,7 @@ def check_golds(run: Run[Any], form: str) -> list[str]:
     settings = run.config.rollout
     if not getattr(registry.load("rl.rewards", settings.reward), "scores_gold", False):
         return []
-    rows = load_rows(run.config.data, _split(run, form), "rl", run.config.seed)
+    rows = load_rows(run.config.data, split or _split(run, form), "rl", run.config.seed)
     with Components(run) as components:
         wrong = components.loop.run(_wrong_golds(components.reward(), rows), settings.reward_timeout * (1 + len(rows)))
     sentence = f"{len(rows) - len(wrong)} of {len(rows)} gold answers score 1 with rollout.reward={settings.reward}"

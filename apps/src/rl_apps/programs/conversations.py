@@ -27,5 +27,5 @@ MATH_AGENT = replace(
     title="RL of an agent with a calculator tool",
     defaults=CONF / "math_agent.yaml",
     lessons="tools",
-    summary=partial(summary.after_grpo, command="--extra agents math-agent"),
+    summary=partial(summary.after_grpo, command="math-agent"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import rl_trainers
-from rl_apps.preflight.checks import check_algorithm, check_batch, check_rollout
+from rl_apps.preflight.checks import check_algorithm, check_batch, check_held_out, check_rollout
 from rl_apps.run import summary
 from rl_apps.run.app import App, Run
 from rl_apps.run.components import Components
@@ -24,14 +24,13 @@ __all__ = ["check", "train"]
 def check(run: Run[GRPOConfig]) -> list[str]:
     """Check settings, algorithm, data and batch sizes before any process starts; return the lines to print."""
     config = run.config
-    check_rollout(run)
-    models = check_algorithm(run)
-    train_rows = load_rows(config.data, "train", "rl", config.seed)
-    if config.evaluation.examples:
-        load_rows(config.data, "test", "rl", config.seed)
     step = check_batch(
         config.data.batch_size, config.rollout.group_size, config.actor.minibatches, run.layout.actor.strategy.data
     )
+    check_rollout(run)
+    train_rows = load_rows(config.data, "train", "rl", config.seed)
+    check_held_out(run, "rl")
+    models = check_algorithm(run)  # last, because it imports torch
     return [step, f"{len(train_rows)} prompts in the data, {config.total_steps} steps", *models]
 
 
@@ -43,7 +42,7 @@ def train(run: Run[GRPOConfig]) -> None:
         prompts = components.prompts(examples, engine)
         client = components.client(engine)
         workflow = components.workflow(components.reward())
-        rollout = components.runtime(client, workflow, engine, prompts)
+        rollout = components.runtime(client, workflow, engine, prompts if run.config.total_steps else ())
         actor = components.actor(engine)
         run_log = components.run_log(
             engine,
@@ -61,6 +60,7 @@ def train(run: Run[GRPOConfig]) -> None:
 APP = App(
     name="rl grpo",
     title="asynchronous RL with your own data and reward",
+    example="model.path=embedded data.name=word-problems rollout.reward=gsm8k total_steps=60 actor.optimizer.lr=2e-4",
     schema=GRPOConfig,
     train=train,
     check=check,
@@ -71,5 +71,5 @@ APP = App(
         "data.path": "a directory, file or hub id; data.name and data.columns say how it is read",
         "rollout.reward": "an installed reward such as `gsm8k`, `math`, `code`, or my_reward.py:my_function",
     },
-    summary=partial(summary.after_grpo, command="rl grpo"),
+    summary=partial(summary.after_grpo, command="grpo"),
 )

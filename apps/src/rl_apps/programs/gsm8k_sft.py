@@ -12,6 +12,7 @@ APP = replace(
     sft.APP,
     name="gsm8k-sft",
     title="supervised fine-tuning on worked solutions",
+    example="total_steps=60 actor.optimizer.lr=1e-3",
     defaults=CONF / "gsm8k_sft.yaml",
     required={},
     summary=summary.after_sft,

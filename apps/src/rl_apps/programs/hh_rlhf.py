@@ -89,6 +89,7 @@ def learn_pairs(
 REWARD_MODEL = App(
     name="hh-rlhf-rm",
     title="train a reward model on preference pairs (Bradley-Terry)",
+    example="total_steps=30 actor.optimizer.lr=2e-4",
     schema=RunConfig,
     train=train_reward_model,
     check=check_reward_model,

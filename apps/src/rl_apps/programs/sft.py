@@ -90,6 +90,7 @@ def learn_rows(
 APP = App(
     name="rl sft",
     title="supervised fine-tuning on conversations",
+    example="model.path=embedded data.name=word-problems total_steps=60 actor.optimizer.lr=1e-3",
     schema=SFTConfig,
     train=train,
     check=check,
@@ -104,5 +105,5 @@ APP = App(
     form="sft",
     warm_up=False,
     columns=SFT_COLUMNS,
-    summary=partial(summary.after_sft, command="rl grpo rollout.reward=REWARD"),
+    summary=partial(summary.after_sft, command="grpo rollout.reward=REWARD"),
 )

@@ -54,6 +54,8 @@ class App:
     """Name of the command, for messages."""
     title: str
     """One line for `--help`."""
+    example: str = field(default="total_steps=20", kw_only=True)
+    """Settings of the example in `--help`, which works without other files."""
     schema: type[RunConfig]
     """Config class with the settings of the command."""
     train: Callable[[Run[Any]], None]
@@ -100,4 +102,4 @@ class App:
             missing.pop("data.path", None)
         if missing:
             settings = "; ".join(f"{key}=... ({values})" for key, values in missing.items())
-            raise ConfigError(f"{self.name} needs {settings}. `{self.name} --help` lists all settings.")
+            raise ConfigError(f"{self.name} needs {settings}. `{self.name} --help` shows an example.")

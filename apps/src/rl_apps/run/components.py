@@ -25,6 +25,7 @@ from rl_apps.run.chat_template import read_tokenizer
 from rl_apps.run.sequence_lengths import lengths_of, longest_row
 from rl_apps.settings.data import Rows, held_out_rows, load_rows
 from rl_apps.settings.device_layout import Devices, Layout
+from rl_apps.settings.evaluation_sets import evaluated_configs
 from rl_contracts import registry
 from rl_contracts.chat.rendering import ChatRenderer
 from rl_contracts.data import FinetuneSpec, ServeSpec
@@ -40,6 +41,7 @@ from rl_launchers.supervise.server_health import probe
 from rl_monitor.run_directory import names_of
 
 if TYPE_CHECKING:
+    from rl_apps.settings.config import RunConfig
     from rl_contracts.batch.parallel import ParallelContext
     from rl_contracts.engine import TrainEngine, TrainEngineConfig
     from rl_contracts.inference import InferenceEngine, ServerSource
@@ -140,21 +142,22 @@ class Components(ExitStack):
         """Maximum tokens of an example."""
         return longest_row(self.config.data, self.config.model.directory())
 
-    def rows(self, split: str, form: str, first: int | None = None) -> Rows:
+    def rows(self, split: str, form: str, first: int | None = None, config: RunConfig | None = None) -> Rows:
         """Load the examples of one split that are not too long; see `load_rows`.
 
         Load the training data before building `engine`: this may lower `steps`, over which the learning rates decay.
 
         Args:
             first: number of examples to use, see `held_out_rows`; None: all.
+            config: config of a named evaluation set, see `rl_apps.settings.evaluation_sets`; None: of the run.
         """
-        config = self.config
+        config = config or self.config
         if first == 0:
             return []
         rows = load_rows(config.data, split, form, config.seed)
         rows = rows if first is None else held_out_rows(rows, first)
         if config.data.overlong != "reject" and rows:  # with "reject", the command has already checked them
-            rows = lengths_of(self.run, form, self.tokenizer).fit(rows, split)[0]
+            rows = lengths_of(replace(self.run, config=config), form, self.tokenizer).fit(rows, split)[0]
         if split == "train":
             self.steps = config.steps_with(len(rows), form)
         return rows
@@ -216,16 +219,23 @@ class Components(ExitStack):
                     )
                 time.sleep(0.1)
 
-    def reward(self) -> AsyncRewardWrapper:
-        """Build the reward function, which runs in separate worker processes."""
+    def reward(self, name: str = "", role: str = "reward") -> AsyncRewardWrapper:
+        """Build the reward function, which runs in separate worker processes.
+
+        Args:
+            name: reward of an evaluation set; empty: `rollout.reward`.
+            role: first part of the names of the logs.
+        """
         settings, loop = self.config.rollout, self.loop
         first, replicas = (
             int(os.environ.get("RANK", "0")) * settings.reward_workers,
             self.run.layout.actor.strategy.data,
         )
         (directory := self.run.directory / "logs").mkdir(parents=True, exist_ok=True)
-        logs = [directory / f"reward-{first + i}.log" for i in range(settings.reward_workers)]
-        reward = AsyncRewardWrapper(settings.reward, settings.reward_workers, settings.reward_timeout, logs, replicas)
+        logs = [directory / f"{role}-{first + i}.log" for i in range(settings.reward_workers)]
+        reward = AsyncRewardWrapper(
+            name or settings.reward, settings.reward_workers, settings.reward_timeout, logs, replicas
+        )
         self.callback(lambda: loop.run(reward.aclose(), CLOSE_SECONDS))
         return reward
 
@@ -334,13 +344,29 @@ class Components(ExitStack):
     def completion_evaluations(
         self, engine: TrainEngine, rollout: RolloutRuntime
     ) -> list[rl_trainers.CompletionEvaluation]:
-        """Build the evaluation of completions on held-out examples; empty without such examples."""
-        settings = self.config.evaluation
-        if not settings.examples:
-            return []
-        rows = self.rows("test", "rl", settings.examples)
-        generation, writer = self.config.generation, self.writer(engine)
-        return [rl_trainers.CompletionEvaluation(rollout, rows, settings, generation, engine.parallel, writer)]
+        """Build the evaluations of completions: on held-out examples of the data, and on each named set."""
+        configs = evaluated_configs(self.config)
+        writer = self.writer(engine) if configs else None
+        return [self._evaluation(name, config, engine, rollout, writer) for name, config in configs.items()]
+
+    def _evaluation(
+        self, name: str, config: Any, engine: TrainEngine, rollout: RolloutRuntime, writer: Any
+    ) -> rl_trainers.CompletionEvaluation:
+        """Build the evaluation of completions on one set of examples; the name is empty for the run's own."""
+        settings, reward = config.evaluation, config.rollout.reward
+        workflow = (
+            self.workflow(self.reward(reward, f"reward-{name}")) if reward != self.config.rollout.reward else None
+        )
+        votes = any(k > 1 for k in settings.ks)
+        extract = getattr(registry.load("rl.rewards", reward), "extract_answer", None) if votes else None
+        split = "test" if self.run.layout.trains and not name else "set"
+        rows = self.rows(split, "rl", settings.examples, config)
+        return rl_trainers.CompletionEvaluation(
+            *(rollout, rows, settings, config.generation, engine.parallel, writer),
+            name=name,
+            workflow=workflow,
+            extract_answer=extract,
+        )
 
     def recovery(
         self, engines: Mapping[str, TrainEngine], components: Mapping[str, Any]

@@ -124,6 +124,12 @@ def _holders(file: IO[str]) -> str:
     return ", ".join(file.read().split("\n")[:-1])
 
 
+def stored_settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of the run in a directory by dotted name; empty if the directory holds no run."""
+    file = directory / "config.yaml"
+    return flatten(read_config(file)) if file.exists() and (directory / "metrics.jsonl").exists() else {}
+
+
 @dataclass(frozen=True)
 class PreviousRun:
     """The run that a directory already contains."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_apps.run.app import Run
 from rl_apps.run.chat_template import load_tokenizer
 from rl_apps.settings.data import DataConfig, Rows, held_out_rows, load_rows
+from rl_apps.settings.evaluation_sets import configs_of_sets, naming_set
 from rl_contracts.chat.image_messages import has_images
 from rl_contracts.chat.rendering import ChatRenderer, tokenizer_of
 from rl_contracts.config import require
@@ -209,6 +210,7 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
     if config.evaluation.examples:
         test = load_rows(config.data, "test", form, config.seed)
         sentences.append(lengths.fit(held_out_rows(test, config.evaluation.examples), "test")[1])
+    sentences += measure_sets(run, configs_of_sets(config), lengths.tokenizer)
     messages = [f"data.overlong={config.data.overlong}: {sentence}" for sentence in sentences if sentence]
     if form == "rl" and len(fitting) < config.data.batch_size:
         messages.append(
@@ -216,6 +218,24 @@ def measure_rows(run: Run[Any], form: str) -> list[str]:
             "every step repeats some of them"
         )
     return messages
+
+
+def measure_sets(run: Run[Any], configs: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """Check the lengths of the examples of evaluation sets, as `measure_rows` does.
+
+    Args:
+        configs: config of each set by name, see `rl_apps.settings.evaluation_sets`.
+        tokenizer: tokenizer or processor of the model.
+    """
+    sentences = []
+    for name, config in configs.items():
+        with naming_set(name):
+            rows = held_out_rows(load_rows(config.data, "set", "rl", config.seed), config.evaluation.examples)
+            lengths = lengths_of(replace(run, config=config), "rl", tokenizer)
+            fitting, sentence = lengths.fit(rows, f"evaluation set {name}" if name else "held-out")
+            _check_ids(config.model.directory(), lengths, fitting)
+            sentences += [sentence] if sentence else []
+    return sentences
 
 
 def _check_ids(model: str, lengths: Lengths, rows: Rows) -> None:

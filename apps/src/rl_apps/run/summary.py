@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from rl_apps.settings.model import EMBEDDED
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.run_files import REPORT_FILE, steps_in
 
-REPOSITORY = Path(__file__).parents[4]
-"""Root of the repository, if this file is in one."""
 METRICS = {
     "loss/train": "Training loss",
     "loss/eval": "Held-out loss",
@@ -41,6 +38,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
         )
         if config.data.name == GENERATED and name == "eval/accuracy":
             lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
+    lines += _set_lines(config, records)
     rewards = [r["reward/mean"] for r in records if r.get("reward/mean") is not None]
     if rewards and not any(rewards):
         lines.append(
@@ -52,11 +50,12 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
         lines.append(f"Maximum staleness: {max(stale):.0f} version(s).")
     if unused := sum(r.get("groups/left_over") or 0 for r in records):
         lines.append(f"{unused:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
+    run = _relative(run_dir)
     return [
         *lines,
         *files(run_dir),
-        f"Try next: {_command_prefix(command)} --config {shlex.quote(f'{run_dir}/config.yaml')} "
-        f"{_setting('run_dir', f'{run_dir}-on-policy')} rollout.max_staleness=0",
+        f"Try next: rl {command} --config {shlex.quote(f'{run}/config.yaml')} "
+        f"{_setting('run_dir', f'{run}-on-policy')} rollout.max_staleness=0",
     ]
 
 
@@ -65,13 +64,14 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     path = Path(config.data.path).expanduser()
     settings = {"data.name": config.data.name}
     if config.data.path:
-        settings["data.path"] = str(path.resolve()) if path.exists() else config.data.path  # otherwise a hub id
+        settings["data.path"] = _relative(path) if path.exists() else config.data.path  # otherwise a hub id
     settings |= {f"data.columns.{expected}": actual for expected, actual in config.data.columns.items()}
-    settings["model.path"] = str(last_checkpoint(run_dir))
+    checkpoint = last_checkpoint(run_dir)
+    settings["model.path"] = _relative(checkpoint) if checkpoint else "CHECKPOINT"
     if config.recipe == EMBEDDED:
         settings["recipe"] = EMBEDDED
     arguments = " ".join(_setting(name, value) for name, value in settings.items())
-    return [*after_any(config, run_dir), f"Try next: {_command_prefix(command)} {arguments}"]
+    return [*after_any(config, run_dir), f"Try next: rl {command} {arguments}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -82,13 +82,25 @@ def after_any(config: RunConfig, run_dir: Path) -> list[str]:
         if len(values) >= 2:
             change = f" ({values[-1] / values[0] - 1:+.0%})" if name.startswith("loss/") else ""
             lines.append(f"{METRICS[name]}: {values[0]:.4f} -> {values[-1]:.4f}{change}")
-    return [*lines, *files(run_dir)]
+    return [*lines, *_set_lines(config, records), *files(run_dir)]
 
 
-def answers_name(records: list[dict[str, Any]]) -> str:
+def _set_lines(config: RunConfig, records: list[dict[str, Any]]) -> list[str]:
+    """Return the accuracy or reward on each named evaluation set, before and after."""
+    lines = []
+    for name in getattr(config.evaluation, "sets", {}):
+        metric = answers_name(records, f"eval/{name}")
+        values = [record[metric] for record in records if record.get(metric) is not None]
+        change = " -> ".join(f"{value:.3f}" for value in values[:1] + values[1:][-1:])
+        lines += [f"Held-out {metric.rpartition('/')[2]} of {name}: {change}"] if values else []
+    return lines
+
+
+def answers_name(records: list[dict[str, Any]], prefix: str = "eval") -> str:
     """Return the metric of held-out completions: `eval/accuracy`, or `eval/reward` if rewards are not all 0 or 1."""
-    graded = any(r.get("eval/reward") is not None and r.get("eval/accuracy") is None for r in records)
-    return "eval/reward" if graded else "eval/accuracy"
+    reward, accuracy = f"{prefix}/reward", f"{prefix}/accuracy"
+    graded = any(r.get(reward) is not None and r.get(accuracy) is None for r in records)
+    return reward if graded else accuracy
 
 
 def files(run_dir: Path) -> list[str]:
@@ -148,11 +160,10 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     return directory / f"step_{steps[-1]}" if steps else None
 
 
-def _command_prefix(command: str) -> str:
-    """Return a command as the user types it: with uv in the repository, otherwise its path."""
-    if Path.cwd().is_relative_to(REPOSITORY):
-        return f"uv run --package rl-apps {command}"
-    return shlex.quote(str(Path(sys.executable).parent / command.removeprefix("--extra agents ")))
+def _relative(path: Path) -> str:
+    """Return a path, relative to the current directory if it is below it."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _setting(name: str, value: str) -> str:

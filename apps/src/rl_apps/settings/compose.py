@@ -1,7 +1,6 @@
-"""Composition of the command line into a checked config, and the text of `--help`.
+"""Composition of the command line into a checked config.
 
-Files and `key=value` are merged over a schema, which the components of the run complete. `--help` prints every setting
-with its default and its meaning, the docstring under its field.
+Files and `key=value` are merged over a schema, which the components of the run complete.
 
 Later layers win, in this order:
 
@@ -17,7 +16,6 @@ The selected components decide the types of their settings: `allocation` selects
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -31,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rl_apps.settings.model import EMBEDDED, MADE, PRETRAINED
-from rl_apps.settings.synonyms import RENAMED, SYNONYMS
+from rl_apps.settings.synonyms import ASSIGNMENTS, RENAMED, SYNONYMS
 from rl_contracts import registry
 from rl_contracts.allocation import Allocation
 from rl_contracts.config import Settings, field_docstrings
@@ -49,6 +47,9 @@ SEAMS: dict[type, str] = {
     SchedulerConfig: "rl.schedulers",
 }
 """Base type of a field, to the entry-point group of the components that define the actual type of the field."""
+
+NAMED = ".NAME."
+"""Part of a key in help that stands for the name that the user gives to a section, as in `evaluation.sets`."""
 
 FILLED_IN = ("model.directories",)
 """Settings that the command fills in; users do not set them."""
@@ -135,7 +136,7 @@ def describe(config: Any, prefix: str = "") -> list[tuple[str, str, str]]:
         if not is_dataclass(value):
             rows.append((key, repr(value), meaning))
         if section is not None:
-            rows += describe(section, f"{key}.")
+            rows += describe(section, f"{key}{NAMED if isinstance(value, dict) else '.'}")
     return rows
 
 
@@ -150,70 +151,14 @@ def _settings_of(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, str]
         yield prefix + item.name, value, section, docs.get(item.name, "")
 
 
-def _sections(config: Any, prefix: str = "") -> dict[str, str]:
+def sections_of(config: Any, prefix: str = "") -> dict[str, str]:
     """Return the meaning of every section of a config object, nested ones included, by dotted key."""
     sections: dict[str, str] = {}
-    for key, _, section, meaning in _settings_of(config, prefix):
+    for key, value, section, meaning in _settings_of(config, prefix):
         if section is not None:
-            sections |= {key: meaning, **_sections(section, f"{key}.")}
+            inner = NAMED if isinstance(value, dict) else "."
+            sections |= {(key + inner).rstrip("."): meaning, **sections_of(section, f"{key}{inner}")}
     return sections
-
-
-EVERYTHING = "all"
-"""Topic of `--help` that lists every setting."""
-
-FLAGS = f"""Flags:
-  --config FILE.yaml  read settings from a file; key=value on the command line overrides it
-  --dry-run           check the settings and print what would run, without starting it
-  --cfg job           print the settings as YAML
-  --help SECTION      list the settings of a section, such as rollout or rollout.server; {EVERYTHING}: every section"""
-
-
-def render_help(title: str, config: Any, topic: str = "", refused: Sequence[str] = (), width: int = 120) -> str:
-    """Return the help text.
-
-    Args:
-        topic: a section, a setting or `all`; empty: the settings outside of sections, and the list of sections.
-        refused: settings that the command rejects; the help omits them.
-
-    Raises:
-        ConfigError: there is no such section or setting.
-    """
-    hidden, sections = (*refused, *FILLED_IN), _sections(config)
-    rows = [row for row in describe(config) if row[0] not in hidden]
-    if topic in ("", EVERYTHING):
-        lines = [
-            title,
-            "",
-            FLAGS,
-            "",
-            "Settings, given as key=value (for example total_steps=20 actor.optimizer.lr=1e-4):",
-        ]
-        shown = [row for row in rows if topic or "." not in row[0]]
-    else:
-        lines = [f"{topic}: {sections[topic]}" if topic in sections else title]
-        shown = [row for row in rows if f"{row[0]}.".startswith(f"{topic}.")]
-    if not shown:
-        hint = did_you_mean(topic, [*sections, *(key for key, _, _ in rows)], 0.5)
-        top = ", ".join(key for key in sections if "." not in key)
-        raise ConfigError(f"--help {topic}: no such section or setting.{hint} Sections: {top}.")
-    by_section: dict[str, list[tuple[str, str, str]]] = {}
-    for row in shown:
-        by_section.setdefault(row[0].rpartition(".")[0], []).append(row)
-    for section, inside in by_section.items():
-        lines += ["", f"{section}: {sections[section]}"] if section not in ("", topic) else [""]
-        for key, value, meaning in inside:
-            lines.append(f"  {key}={value}")
-            lines += textwrap.wrap(meaning, width, initial_indent="      ", subsequent_indent="      ")
-    if not topic:
-        lines += ["", "Sections and their number of settings (--help SECTION):", ""]
-        for key in [key for key in sections if "." not in key]:
-            count = sum(row[0].startswith(f"{key}.") for row in rows)
-            about = f"  {key:<12}{count:>4}  "
-            lines += textwrap.wrap(
-                about + sections[key], width, subsequent_indent=" " * len(about), drop_whitespace=True
-            )
-    return "\n".join(lines)
 
 
 def _layers(file: Path) -> list[DictConfig]:
@@ -305,8 +250,21 @@ def _check_sections(layer: DictConfig, config: Any, prefix: str = "") -> None:
         name, section = prefix + str(key), getattr(config, str(key), None)
         if isinstance(value, DictConfig) and is_dataclass(section):
             _check_sections(value, section, f"{name}.")
+        elif _has_named_sections(config, str(key)):
+            entries = value.values() if isinstance(value, DictConfig) else [value]
+            if not all(isinstance(entry, DictConfig) for entry in entries):
+                setting = f"{name}{NAMED}SETTING=VALUE"
+                raise ConfigError(
+                    f"{name}={value}: expected settings with a name, {setting}. `--help {name}` lists them."
+                )
         elif value is not None and is_dataclass(section) and (prefix or not isinstance(value, str)):
             raise ConfigError(_section_error(name, value))
+
+
+def _has_named_sections(config: Any, key: str) -> bool:
+    """Return whether a setting holds sections by name, as `evaluation.sets` does."""
+    kinds = get_args(get_type_hints(type(config)).get(key)) if isinstance(getattr(config, key, None), dict) else ()
+    return any(map(is_dataclass, kinds))
 
 
 def _section_error(key: str, value: Any) -> str:
@@ -444,12 +402,15 @@ def _hint(key: str, values: Mapping[str, Any]) -> str:
     new_name = RENAMED.get(key, "")
     if {new_name, new_name.rpartition(".")[0]} & values.keys():  # a setting, or an entry of a setting such as `options`
         return f" It was renamed to {new_name!r}."
+    named = {name.partition(NAMED)[0] for name in values if NAMED in name}
+    for parent in (parent for parent in named if key.startswith(f"{parent}.")):
+        key = parent + re.sub(r"\.[^.]*", NAMED.rstrip("."), key.removeprefix(parent), count=1)
     section, _, leaf = key.rpartition(".")
+    if leaf in ASSIGNMENTS:
+        return f" Use {ASSIGNMENTS[leaf]}."
     while section and not any(candidate.startswith(f"{section}.") for candidate in values):
         section = section.rpartition(".")[0]
-    same_leaf = [candidate for candidate in values if candidate.rsplit(".", 1)[-1] == leaf]
-    similar_synonyms = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
-    suggested = [name for name in (SYNONYMS.get(leaf), *same_leaf, *similar_synonyms) if name in values]
+    suggested = _same_meaning(leaf, values)
     if not section:
         return f" Did you mean {suggested[0]!r}?" if suggested else did_you_mean(key, values, 0.5)
     section_keys = {k.removeprefix(f"{section}."): k for k in values if k.startswith(f"{section}.")}
@@ -461,6 +422,20 @@ def _hint(key: str, values: Mapping[str, Any]) -> str:
         return f" Did you mean {near[0]!r}?"
     names = ", ".join(dict.fromkeys(name.partition(".")[0] for name in section_keys))
     return (f" Did you mean {suggested[0]!r}?" if suggested else "") + f" {section} has {names}."
+
+
+def _same_meaning(leaf: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the settings that the last part of a name probably means."""
+    same_leaf = [candidate for candidate in values if candidate.rsplit(".", 1)[-1] == leaf]
+    similar_synonyms = [SYNONYMS[name] for name in get_close_matches(leaf, SYNONYMS, n=1, cutoff=0.9)]
+    return [name for name in (SYNONYMS.get(leaf, ""), *same_leaf, *similar_synonyms) if name in values]
+
+
+def nearest_setting(name: str, config: Any) -> str:
+    """Return the setting that a name without a section probably means, or an assignment to it, or ""."""
+    values = {key: value for key, value, _ in describe(config)}
+    similar = get_close_matches(name, values, n=1)
+    return ASSIGNMENTS.get(name) or next(iter([*_same_meaning(name, values), *similar]), "")
 
 
 def _components_with(name: str, base_type: type) -> list[str]:

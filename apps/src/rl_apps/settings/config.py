@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from rl_apps.settings.data import DataConfig
 from rl_apps.settings.device_layout import ClusterConfig
+from rl_apps.settings.evaluation_sets import EvaluationSettings
 from rl_apps.settings.model import ModelConfig
 from rl_contracts.config import (
     ClientConfig,
@@ -25,7 +26,7 @@ from rl_launchers import LauncherConfig
 from rl_trainers.algorithms.config import AlgorithmConfig, RewardConfig
 from rl_trainers.recovery.lookup import RecoverConfig
 from rl_trainers.run_log.checkpoints import CheckpointConfig
-from rl_trainers.run_log.evaluation import EvaluationConfig, HeldOutConfig
+from rl_trainers.run_log.evaluation import HeldOutConfig
 from rl_trainers.run_log.rollouts import RolloutLogConfig, RolloutsConfig
 from rl_trainers.run_log.tracking import TrackersConfig
 from rl_trainers.weight_sync.gap.config import GapConfig
@@ -36,11 +37,13 @@ from rl_workflows.rollout.config import RolloutConfig, RuntimeConfig
 __all__ = [
     "ActorConfig",
     "CriticConfig",
+    "EvaluateConfig",
     "GRPOConfig",
     "RefConfig",
     "RolloutSettings",
     "RunConfig",
     "SFTConfig",
+    "SamplingSettings",
     "ServedConfig",
     "ServingSettings",
 ]
@@ -57,8 +60,9 @@ class ActorConfig(Settings):
     """AdamW and its learning-rate schedule."""
     micro_batch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
     """Size of a micro-batch, which is one forward and backward pass. Never changes the gradient."""
-    dtype: str = choice("float32", DTYPES)
-    """`float32`, or `bfloat16` with float32 master weights and reductions."""
+    dtype: str = choice("", ("", *DTYPES))
+    """Dtype in which the trained model computes: `float32`, or `bfloat16` with float32 master weights and reductions.
+    Empty: `model.dtype`."""
     freeze: list[str] = field(
         default_factory=list,
         metadata={"expected": f"some of {VISION_PARTS}", "holds": lambda parts: {*parts} <= {*VISION_PARTS}},
@@ -101,11 +105,17 @@ class ServingSettings(RuntimeConfig):
 
 
 @dataclass
-class RolloutSettings(ServingSettings, RolloutConfig):
-    """The rollout runtime, and the workflow and reward of an episode."""
+class SamplingSettings(ServingSettings):
+    """The inference servers, sampling, and the workflow and reward of an episode."""
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling parameters of the training completions."""
+
+
+@dataclass
+class RolloutSettings(SamplingSettings, RolloutConfig):
+    """The rollout runtime, and the workflow and reward of an episode."""
+
     allow_biased_sampling: bool = False
     """Train on completions sampled with top-p, top-k, min-p or penalties. Their log-probs refer to the full
     distribution, so importance weights are biased."""
@@ -131,8 +141,8 @@ class RunConfig(Settings):
     """Bitwise reproducible metrics for the same seed and settings, with equal log-probs on servers and trainer (see
     docs/numerics.md). Slow: runs every sequence separately, on one thread. Needs `rollout.max_staleness=0`, because
     asynchronous batches depend on timing."""
-    total_steps: int = bounded(100, "at least 1", lambda steps: steps >= 1)
-    """Training steps."""
+    total_steps: int = bounded(100, "0 (only evaluate) or more", lambda steps: steps >= 0)
+    """Training steps. 0: evaluate the initial model and end."""
     total_epochs: int = bounded(0, "0 (no limit) or more", lambda epochs: epochs >= 0)
     """Maximum number of epochs; 0: no limit. The run ends at `total_steps` or `total_epochs`, whichever is first."""
     recipe: str = ""
@@ -246,7 +256,7 @@ class ServedConfig(RunConfig):
     """Inference servers, workflow and reward."""
     rollouts: RolloutLogConfig = field(default_factory=RolloutLogConfig)
     """Completions to store."""
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Evaluation on held-out examples."""
     publish: PublishConfig = field(default_factory=PublishConfig)
     """Sending new weights to the servers."""
@@ -395,3 +405,24 @@ class GRPOConfig(ServedConfig):
 @dataclass
 class SFTConfig(ServedConfig):
     """Settings of supervised learning from conversations. Servers, if allocated, answer held-out questions."""
+
+
+@dataclass
+class EvaluateConfig(ServedConfig):
+    """Settings of an evaluation without training."""
+
+    experiment: str = "evaluate"
+    """Name of the directory of evaluations in `runs/`."""
+    allocation: str = "embedded:d1"
+    """Inference servers, for example `vllm:d2`."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(name=""))
+    """The examples of `data.test_split`. Without `data.name`, only `evaluation.sets` are evaluated."""
+    rollout: SamplingSettings = field(default_factory=SamplingSettings)
+    """Inference servers, sampling, workflow and reward."""
+    by: list[str] = field(default_factory=list)
+    """Columns of the data. The scores are also reported for each of their values."""
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """Sampling parameters, before `evaluation.temperature` and `evaluation.max_new_tokens` apply."""
+        return self.rollout.generation

@@ -67,7 +67,8 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
 
     Args:
         config: settings of the data set.
-        split: `train` or `test`, independent of the names in the data set.
+        split: `train` or `test`, independent of the names in the data set; or `set`, the test split of an evaluation
+            set, which may be a single file.
         form: `rl` (question and gold answer separate), `sft` (whole conversations) or `pairs` (two conversations, one
             of them preferred).
         seed: seed of generated data sets; others ignore it.
@@ -84,7 +85,7 @@ def load_rows(config: DataConfig, split: str, form: str, seed: int) -> Rows:
         arguments["columns"] = dict(config.columns)
     if split == "test" and getattr(loader, "reads_files", False):
         _check_splits(config)
-    name = {"train": config.train_split, "test": config.test_split}.get(split, split)
+    name = {"train": config.train_split, "test": config.test_split, "set": config.test_split}.get(split, split)
     rows: Rows = loader(**arguments, split=name, form=form, seed=seed, **config.options)
     if not len(rows):
         raise DataError(f"data.name={config.name}: the {name} split has no examples.")

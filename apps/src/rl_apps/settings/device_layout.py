@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from rl_contracts.allocation import Allocation, Component
+from rl_contracts.allocation import Allocation, Component, ComponentKind, ParallelStrategy
 from rl_contracts.config import Settings, bounded, choice, require
 from rl_contracts.errors import ConfigError, LaunchError
 from rl_contracts.scheduler import JobSpec, Node
@@ -89,6 +89,8 @@ class Layout:
     rollout: Component | None
     shared: bool = False
     """True if trainer and servers use the same GPUs."""
+    trains: bool = True
+    """False if `actor` is one process that evaluates, without a model or GPU."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,17 @@ def layout_of(allocation: str, servers: str) -> Layout:
     """Parse an allocation and return its trainer and servers.
 
     Args:
-        servers: whether servers are `required`, `optional` or `rejected`.
+        servers: whether servers are `required`, `optional` or `rejected`; `alone`: required, without a trainer.
 
     Raises:
         ConfigError: the allocation does not have exactly one trainer, lacks required servers, or has rejected ones.
     """
     parsed = Allocation.parse(allocation)
+    if servers == "alone":
+        expected = "servers of one kind and no trainer, such as vllm:d1"
+        require(len(parsed.components) == len(parsed.inference) == 1, "allocation", expected, allocation)
+        process = Component("none", "evaluate", ParallelStrategy(), ComponentKind.TRAIN)
+        return Layout(process, parsed.inference[0], trains=False)
     if len(parsed.train) != 1:
         raise ConfigError(
             f"allocation={allocation}: expected one trainer, found {len(parsed.train)}. One server and one trainer are "
@@ -146,9 +153,10 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
     nodes = cluster.of(launcher, plan)
     gpus, cores = sum(node.gpus for node in nodes), sum(node.cores for node in nodes)
     roles = [role for role in (layout.rollout, layout.actor) if role is not None]
+    users = [role for role in roles if layout.trains or role is not layout.actor]  # of GPUs
     processes, expression = (
         sum(role.world_size for role in roles),
-        ("|" if layout.shared else "+").join(map(str, roles)),
+        ("|" if layout.shared else "+").join(map(str, users)),
     )
     cores_each = max(1, min(cores // processes, *(node.cores for node in nodes)))
     on = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
@@ -164,13 +172,13 @@ def devices_of(layout: Layout, cluster: ClusterConfig, launcher: LauncherConfig,
         return Devices("cpu", cores_each, sentence, _placements(layout, nodes, cores_each, 0))
     setting = f"launcher.kind={launcher.kind} with allocation={expression}"
     require(launcher.options.shares_devices or not layout.shared, setting, "`+`: this scheduler shares no GPUs", "`|`")
-    needed = layout.actor.world_size if layout.shared else processes
+    needed = layout.actor.world_size if layout.shared else sum(role.world_size for role in users)
     if gpus < needed:
         raise ConfigError(
             f"allocation={expression} with cluster.device={cluster.device}: expected {needed} GPUs, one per rank, "
             f"found {gpus}{on}; use a smaller allocation, or cluster.device=cpu."
         )
-    each = ", ".join(f"{role.name} {role.world_size}" for role in roles)
+    each = ", ".join(f"{role.name} {role.world_size}" for role in users)
     sentence = f"{needed} of {gpus} GPUs: {each}{on}"
     return Devices("cuda", cores_each, sentence, _placements(layout, nodes, cores_each, 1))
 
@@ -185,8 +193,9 @@ def _placements(layout: Layout, nodes: list[Node], cores_each: int, gpus: int) -
     for role in (layout.rollout, layout.actor):
         if role is not None:
             ranks = 1 if role is layout.actor else role.strategy.model_size
+            each = gpus if layout.trains or role is not layout.actor else 0
             preferred = places[layout.rollout.name] if layout.shared and layout.rollout and role is layout.actor else ()
-            spec = JobSpec(role.name, (), cpus=cores_each * ranks, gpus=gpus * ranks, spmd=role is layout.actor)
+            spec = JobSpec(role.name, (), cpus=cores_each * ranks, gpus=each * ranks, spmd=role is layout.actor)
             try:
                 places[role.name] = tuple(ledger.allocate(spec, role.world_size // ranks, preferred))
             except LaunchError as error:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_apps.settings.data import GENERATED, GENERATED_PAIRS, DataConfig, has_images, load_rows
-from rl_contracts.config import require
+from rl_contracts.config import Settings, choice, require
+from rl_contracts.data import DTYPES
 from rl_contracts.errors import ConfigError, ModelError
 from rl_contracts.models.directory import check_model_directory
 from rl_contracts.runtime.run_files import steps_in
@@ -37,13 +38,18 @@ _UNREAD_FILES = ("*/*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack",
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Settings):
     """The initial policy."""
 
+    setting: ClassVar[str] = "model"
     path: str = EMBEDDED
     """Hugging Face directory, hub id, `embedded` or `embedded-moe`. `embedded` is a tiny model that the command builds
     and caches, a vision-language model if the data has images; `embedded-moe` has four experts per layer, two of which
     process each token."""
+    dtype: str = choice("auto", ("auto", *DTYPES))
+    """Dtype in which trainer and servers compute: `bfloat16`, `float32`, or `auto` (bfloat16 on GPUs that have it;
+    float32 on a CPU and with `deterministic=true`). `actor.dtype` and `rollout.server.dtype` override it. A resumed run
+    keeps its dtypes."""
     chat_template: str = ""
     """File with a Jinja chat template, or `plain` for models without one (`User: ...`, `Assistant: ...`, after the
     tokenizer's beginning-of-text token). Empty: the template of the model."""

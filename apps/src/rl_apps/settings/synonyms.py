@@ -24,7 +24,7 @@ _NAMES = {
         "per_device_batch_size gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu "
         "ppo_max_token_len_per_gpu micro_train_batch_size micro_batch_size max_tokens_per_mb"
     ),
-    "actor.dtype": "bf16 fp16 torch_dtype precision param_dtype",
+    "actor.dtype": "param_dtype",
     "actor.engine.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing",
     "actor.engine.lora": "use_lora lora_rank lora_r use_peft peft_config",
     "actor.engine.offload": "param_offload optimizer_offload adam_offload cpu_offload",
@@ -68,6 +68,7 @@ _NAMES = {
     "evaluation.examples": "eval_size num_eval",
     "experiment": "project_name wandb_project tracker_project_name wandb_project_name",
     "model.chat_template": "chat_template_path apply_chat_template input_template",
+    "model.dtype": "bf16 fp16 torch_dtype precision",
     "model.path": "model_name_or_path model_name pretrain model_path base_model hf_model_path",
     "recover.resume": "resume_mode",
     "resume_from": "resume_from_checkpoint resume_from_path load_checkpoint",
@@ -87,6 +88,8 @@ _NAMES = {
         "max_head_offpolicyness max_async_level staleness_threshold max_off_policy_steps async_level"
     ),
     "rollout.reward": "reward_funcs reward_fn reward_function remote_rm_url reward_model custom_reward_function",
+    "rollout.server.arguments": "enforce_eager vllm_enforce_eager disable_cuda_graph",
+    "rollout.server.max_sequences": "max_num_seqs max_running_requests",
     "rollout.workflow": "agent_loop env environment rollout_function",
     "run_dir": "output_dir save_path default_local_dir ckpt_path checkpoint_dir out_dir save_dir",
     "seed": "random_seed data_seed",
@@ -99,6 +102,9 @@ _NAMES = {
 
 SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()}
 """Last part of a foreign name, to the setting."""
+
+ASSIGNMENTS = dict.fromkeys(("use_vllm", "vllm_mode"), "allocation=vllm:d1+fsdp:d1")
+"""Foreign settings that are one value of a setting here, each with this assignment."""
 
 RENAMED = {
     "actor.optimizer.momentum": "actor.optimizer.options.momentum",

@@ -40,11 +40,12 @@ SPLIT = {
     "tests/end_to_end/test_conversations_learn.py",
     "tests/infra/test_infra_checks.py",
     "tests/end_to_end/test_presets_learn.py",
+    "tests/end_to_end/test_pretrained_model.py",
     "tests/servers/test_servers_learn.py",
     "tests/clusters/test_slurm_jobs.py",
 }
 """Test files that take longer than the limit; each of their tests is a part."""
-PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or gpu or hypothesis"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--nightly", "-m", "nightly or gpu or multi_gpu or hypothesis"]
 
 
 def cut(tests: Iterable[str]) -> list[str]:

@@ -22,8 +22,9 @@ from unittest.mock import patch
 
 from guarantees import guarantees_page
 
+from rl_apps.cli.help import FLAGS, FREQUENT, split_sentences
 from rl_apps.run.app import App
-from rl_apps.settings.compose import FILLED_IN, FLAGS, describe
+from rl_apps.settings.compose import FILLED_IN, describe
 from rl_contracts import registry
 
 ROOT = Path(__file__).parents[2]
@@ -43,29 +44,6 @@ COMPONENTS = {
 """Sections whose settings depend on the selected component, each with the entry point group of its components."""
 CELL_WORDS = 25
 """Maximum number of words in a table cell."""
-FREQUENT = (
-    "model.path",
-    "data.path",
-    "data.name",
-    "rollout.reward",
-    "allocation",
-    "total_steps",
-    "data.batch_size",
-    "rollout.group_size",
-    "rollout.max_staleness",
-    "rollout.generation.max_new_tokens",
-    "rollout.generation.temperature",
-    "actor.optimizer.lr",
-    "actor.minibatches",
-    "actor.micro_batch.max_tokens",
-    "actor.dtype",
-    "algorithm.kl.coef",
-    "evaluation.every",
-    "checkpoint.every",
-    "trackers.kind",
-    "seed",
-)
-"""Settings that most runs change, in the order of the first table of docs/settings.md."""
 
 
 # ---- settings
@@ -109,10 +87,10 @@ def settings_page() -> str:
 def _frequent_table(settings: dict[str, tuple[str, str]]) -> str:
     """Return the table of `FREQUENT` settings, with the first sentence of each meaning."""
     rows = []
-    for key in FREQUENT:
+    for key in (key for key in FREQUENT if key in settings):
         default, meaning = settings[key]
         name = f'<a href="#{_address(key)}"><code>{key}</code></a>'
-        rows.append((name, default, _text(_split_sentences(_first_sentences(meaning))[0])))
+        rows.append((name, default, _text(split_sentences(_first_sentences(meaning))[0])))
     return _table(("setting", "default", "meaning"), rows)
 
 
@@ -146,15 +124,11 @@ def _first_sentences(text: str) -> str:
     if len(text.split()) <= CELL_WORDS:
         return text
     limit = CELL_WORDS - 2  # the link to the full text counts as two words
-    sentences = _split_sentences(text)
+    sentences = split_sentences(text)
     while len(sentences) > 1 and len(" ".join(sentences).split()) > limit:
         sentences.pop()
     short = " ".join(sentences)
     return short if len(short.split()) <= limit else re.split(r"[:;] | \(", short)[0] + "."
-
-
-def _split_sentences(text: str) -> list[str]:
-    return re.split(r"(?:(?<=\.)|(?<=\.\))) (?=[A-Z0-9`(])", text)
 
 
 def _settings(config: Any) -> dict[str, tuple[str, str]]:

@@ -98,6 +98,14 @@ def _rl(words: list[str]) -> None:
         _app(command)([target, *rest][:-1])
     elif command == "plan":  # the empty `RUN` has no rates to plan with
         assert main(words) == (2 if "RUN" in words else 0)
+    elif command == "serve":  # would serve until a signal: everything before the model is loaded
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RL_API_KEY", "SECRET")
+            patch.setattr("rl_inference.embedded_server.__main__.run", lambda server: server.close() or 0)
+            assert main(["serve", "CHECKPOINT", *rest[:-1]]) == 0
+    elif command == "evaluate":  # only the checks; the empty `RUN` has no model
+        words = [_with_servers(word) for word in words if word != "--dry-run"]
+        assert main([*words, "--dry-run"]) == (2 if "RUN" in words else 0)
     elif command == "metrics" or (command, target) == ("generate", "CHECKPOINT"):
         assert main(words) == 0
     else:

@@ -1,6 +1,7 @@
-"""Names in the table of docs/coming-from.md exist: settings of this project, and names of the installed TRL."""
+"""Names in docs/coming-from.md and docs/coming-from-areal.md exist: of this project, and of the installed TRL."""
 
 import math
+import pkgutil
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +73,16 @@ def test_synonyms_suggest_the_setting_of_the_row() -> None:
                 mismatches.append((name, suggestion, settings))
 
     assert mismatches == []
+
+
+def test_counterparts_of_classes_of_areal_exist() -> None:
+    page = PAGE.with_name("coming-from-areal.md").read_text()
+
+    names = set(re.findall(r"`(rl_\w+\.[\w.]+)`", page))
+
+    assert len(names) > 60
+    for name in names:
+        pkgutil.resolve_name(name)  # raises an error if the name does not exist
 
 
 @pytest.mark.parametrize(("drift", "accepted"), [(-0.4, True), (-0.42, False), (0.68, True), (0.7, False)])

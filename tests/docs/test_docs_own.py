@@ -48,8 +48,8 @@ def own_app(tmp_path):
 def test_own_app_explain_and_dry_run_print_its_settings(own_app):
     explain, plan, _ = _commands(OWN_APP)
 
-    assert "  words=5\n      Number of words of each answer to learn from." in _run(own_app, explain)
-    assert "#   3 words of each answer" in _run(own_app, plan)
+    assert re.search(r"^  words=5 +Number of words of each answer to learn", _run(own_app, explain), re.MULTILINE)
+    assert "  3 words of each answer" in _run(own_app, plan)
 
 
 def test_own_app_is_found_by_its_entry_point(own_app):
@@ -61,7 +61,7 @@ def test_own_app_is_found_by_its_entry_point(own_app):
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     (command,) = re.findall(r"\(`(rl run first-words)`\)", OWN_APP)
 
-    assert _run(own_app, f"{command} --help").startswith("first-words: Supervised learning")
+    assert _run(own_app, f"{command} --help").startswith("usage: first-words ")
 
 
 @pytest.mark.nightly  # test_apps_custom_app.py runs a similar app for each commit

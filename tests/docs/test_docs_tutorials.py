@@ -2,7 +2,7 @@
 
 infra/docs/reference.py generates their pages: docs/tutorials/1_gsm8k_sft.md, docs/tutorials/2_gsm8k_grpo.md,
 docs/tutorials/3_ppo.md, docs/tutorials/4_hh_rlhf_rm.md, docs/tutorials/5_hh_rlhf_dpo.md,
-docs/tutorials/6_multi_turn_math.md, docs/tutorials/7_math_agent.md.
+docs/tutorials/6_multi_turn_math.md, docs/tutorials/7_math_agent.md, docs/tutorials/8_pretrained_model.md.
 """
 
 import re
@@ -23,8 +23,20 @@ SUMMARIES = {
     "5_hh_rlhf_dpo": r"step 2: \d+% right, margin [+-]\d",
     "6_multi_turn_math": r"step 2: reward \d\.\d\d, turns \d\.\d\d",
     "7_math_agent": r"step 2: reward \d\.\d\d, calls \d\.\d\d",
+    "8_pretrained_model": r"held-out accuracy: \d\.\d\d before, \d\.\d\d after",
 }
 """Pattern of the last lines that each program prints."""
+
+
+@pytest.fixture(
+    params=[pytest.param(p, id=p.stem, marks=pytest.mark.nightly if "pretrained" in p.stem else ()) for p in PROGRAMS]
+)
+def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Program of a tutorial, which runs in `tmp_path`. The pretrained model is there if the program needs it."""
+    if "pretrained" in request.param.stem:
+        (tmp_path / "runs" / "models").mkdir(parents=True)
+        (tmp_path / "runs" / "models" / "smollm2").symlink_to(request.getfixturevalue("smollm2"))
+    return request.param
 
 
 def test_tutorials_are_numbered_and_cover_every_command() -> None:
@@ -32,11 +44,11 @@ def test_tutorials_are_numbered_and_cover_every_command() -> None:
     general = {"grpo", "sft"}  # the other commands are presets of these
     with_images = {"clevr-count-sft", "clevr-count-grpo", "geometry3k-grpo"}  # docs/howto/vision.md
     commands = {point.name for point in entry_points(group="rl.apps")} - general - with_images
-    assert commands == set(re.findall(r'main\("([\w-]+)", settings\)', "".join(p.read_text() for p in PROGRAMS)))
+    used = set(re.findall(r'main\("([\w-]+)", settings\)', "".join(p.read_text() for p in PROGRAMS)))
+    assert commands == used - general
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_tutorial_dry_run_exits_0(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(program), "--dry-run"])
@@ -49,7 +61,6 @@ def test_tutorial_dry_run_exits_0(program: Path, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_tutorial_prints_its_summary(program: Path, tmp_path: Path) -> None:
     command = (sys.executable, str(program), "total_steps=2")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, check=False)

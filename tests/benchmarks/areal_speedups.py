@@ -83,7 +83,7 @@ ASSUMED = {
     "decode": "time per decode pass: `rl plan --gpu H800`, 60 % of the bandwidth and 50 % of the FLOP/s",
     "devices per server": "1",
     "KV cache": "0.85 of 80 GiB minus the weights",
-    "publish_seconds": "5, the default of `rl plan`; other_seconds 1",
+    "publish_seconds": "5; other_seconds 1, the default of `rl plan`",
     "synchronous variant": "the same split with staleness 0",
 }
 """Values that the paper does not state, as assumed here."""

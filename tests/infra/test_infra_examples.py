@@ -142,8 +142,9 @@ def test_slurm_settings_print_a_plan_and_a_batch_script(name, no_cluster, capsys
         assert "on 2 nodes" in plan
         assert "#SBATCH --nodes=3" in plan  # two nodes and a spare node
         assert "#SBATCH --time=4:00:00" in plan
-        assert "recover.every" not in plan.partition("# Batch script")[2]  # no warning
-    assert name != "container.yaml" or "container_image: /shared/images/rl-cuda.sqsh" in plan
+        assert "recover.every" not in plan.partition("Batch script")[2]  # no warning
+        settings = _plan(words, capsys, "--cfg", "job")
+        assert name != "container.yaml" or "container_image: /shared/images/rl-cuda.sqsh" in settings
 
 
 def _last_command(script):

@@ -39,7 +39,7 @@ def require(condition: bool, field_name: str, expected: str, value: object) -> N
 
 def require_choice(field_name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise a `ConfigError` unless `value` is one of `choices`."""
-    require(value in choices, field_name, "one of " + ", ".join(choices), value)
+    require(value in choices, field_name, "one of " + ", ".join(filter(None, choices)), value)
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -82,7 +82,7 @@ def bounded(default: Any, expected: str, holds: Callable[[Any], bool]) -> Any:
 def choice(default: str, choices: Iterable[str]) -> Any:
     """Return a field of `Settings` whose value must be one of `choices`."""
     names = tuple(choices)
-    return bounded(default, "one of " + ", ".join(names), lambda value: value in names)
+    return bounded(default, "one of " + ", ".join(filter(None, names)), lambda value: value in names)
 
 
 Reads = Mapping[str, Mapping[str, set[str]]]

@@ -25,6 +25,8 @@ from rl_inference.client.server_state import SERVER_TRANSITIONS, ServerState, re
 PROBE_TIMEOUT = 5.0
 """Seconds to wait for a response that needs no work, such as to a health probe. A healthy server responds within
 milliseconds; the rest covers a lost packet and a busy machine."""
+_IDLE_SECONDS = 3.0
+"""Seconds to keep an idle connection. vLLM and SGLang close theirs after 5 s, and a request on a closed one fails."""
 _CONNECT_SECONDS = 5.0
 """Seconds to wait for a connection to a server, longer than a retransmission of a lost packet (1 s, then 2 s)."""
 
@@ -285,7 +287,9 @@ class Transport:
     def _request(self, server: Server, call: Call[Any], silence: float | None) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+                auto_decompress=False,
             )
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence)
         return self._session.request(call.verb, server.address + call.target, json=call.body, timeout=timeout)

@@ -63,7 +63,9 @@ def test_after_grpo_names_each_evaluation_set(tmp_path):
     assert "Held-out reward of code: 0.400" in lines
 
 
-def test_next_command_is_short_and_relative_to_the_current_directory(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("parent", "program"), [(0, "rl"), (7, "uv run --package rl-apps rl")])
+def test_next_command_is_relative_to_the_current_directory(tmp_path, monkeypatch, parent, program):
+    monkeypatch.setattr("rl_apps.run.summary.uv_parent", lambda: parent)
     run_dir = tmp_path / "runs" / "sft" / "1"
     (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -72,12 +74,15 @@ def test_next_command_is_short_and_relative_to_the_current_directory(tmp_path, m
     config.data.path = "data"
     monkeypatch.chdir(tmp_path)
 
-    assert after_grpo(GRPOConfig(), run_dir, "math-agent")[-1] == (
-        "Try next: rl math-agent --config runs/sft/1/config.yaml run_dir=runs/sft/1-on-policy rollout.max_staleness=0"
+    on_policy, reinforced = after_grpo(GRPOConfig(), run_dir, "math-agent")[-1], after_sft(config, run_dir)[-1]
+
+    run = "runs/sft/1"
+    staleness = "rollout.max_staleness=0"
+    data = "data.name=word-problems data.path=data"
+    assert on_policy == (
+        f"Try next: {program} math-agent --config {run}/config.yaml run_dir={run}-on-policy {staleness}"
     )
-    assert after_sft(config, run_dir)[-1] == (
-        "Try next: rl gsm8k-grpo data.name=word-problems data.path=data model.path=runs/sft/1/checkpoints/step_3"
-    )
+    assert reinforced == f"Try next: {program} gsm8k-grpo {data} model.path={run}/checkpoints/step_3"
 
 
 @pytest.mark.parametrize("name", ["run", "é (1), b", "it's a=b"])

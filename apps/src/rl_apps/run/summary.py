@@ -13,6 +13,7 @@ from rl_apps.settings.data import GENERATED, held_out_rows, load_rows
 from rl_apps.settings.model import EMBEDDED
 from rl_contracts.runtime.json_lines import json_lines
 from rl_contracts.runtime.run_files import REPORT_FILE, steps_in
+from rl_launchers import uv_parent
 
 METRICS = {
     "loss/train": "Training loss",
@@ -54,7 +55,7 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
     return [
         *lines,
         *files(run_dir),
-        f"Try next: rl {command} --config {shlex.quote(f'{run}/config.yaml')} "
+        f"Try next: {_program()} {command} --config {shlex.quote(f'{run}/config.yaml')} "
         f"{_setting('run_dir', f'{run}-on-policy')} rollout.max_staleness=0",
     ]
 
@@ -71,7 +72,7 @@ def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> 
     if config.recipe == EMBEDDED:
         settings["recipe"] = EMBEDDED
     arguments = " ".join(_setting(name, value) for name, value in settings.items())
-    return [*after_any(config, run_dir), f"Try next: rl {command} {arguments}"]
+    return [*after_any(config, run_dir), f"Try next: {_program()} {command} {arguments}"]
 
 
 def after_any(config: RunConfig, run_dir: Path) -> list[str]:
@@ -158,6 +159,11 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     directory = run_dir / "checkpoints"
     steps = steps_in(directory)
     return directory / f"step_{steps[-1]}" if steps else None
+
+
+def _program() -> str:
+    """Return `rl` as the user types it: with uv, if uv started this command."""
+    return "uv run --package rl-apps rl" if uv_parent() else "rl"
 
 
 def _relative(path: Path) -> str:

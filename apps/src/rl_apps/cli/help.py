@@ -36,7 +36,7 @@ FREQUENT = (
     "rollout.max_staleness",
     "actor.optimizer.lr",
     "actor.micro_batch.max_tokens",
-    "actor.dtype",
+    "model.dtype",
     "actor.engine.lora",
     "allocation",
     "total_steps",

@@ -184,8 +184,7 @@ def line(result: Plan) -> str:
             "dtypes": _dtypes(result),
             "allocation": case.allocation,
             "fits": not case.too_large,
-            "advice": advice
-            and {"settings": advice.settings, "devices": advice.devices, "memory": _parts(advice.case)},
+            "advice": advice and _advice(advice),
             "arithmetic": case.counts,
             "limits": limits,
             "limited_by": min(limits, key=lambda name: limits[name]),

@@ -191,5 +191,7 @@ def boundary_of(error: BaseException) -> str:
 
 def did_you_mean(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ` Did you mean ...?` with the known name that is most similar to a word, or "" if none is similar."""
-    matches = get_close_matches(word, [*names], n=1, cutoff=cutoff)
+    word = word.lower()
+    # a name with the same letters in another order comes first
+    matches = sorted(get_close_matches(word, [*names], cutoff=cutoff), key=lambda name: sorted(name) != sorted(word))
     return f" Did you mean {matches[0]!r}?" if matches else ""

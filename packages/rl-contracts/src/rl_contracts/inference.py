@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -203,6 +204,8 @@ class Capabilities:
     """True if `score_previous_weights` is supported."""
     truncated_logprobs: bool = False
     """True if top-p, top-k, min-p and penalties change the log-probs; if True, requests with them are rejected."""
+    max_temperature: float = math.inf
+    """Highest sampling temperature that the servers accept."""
     seeds: bool = True
     """True if a seed makes sampling reproducible; if False, seeds are ignored."""
     seeds_by_position: bool = True

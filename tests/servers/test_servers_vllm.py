@@ -15,6 +15,7 @@ from real_servers import CONTEXT, KEY, SHARED, Models, interpreter_of, make_requ
 from server_suite import TOLERANCE, ServerSuite
 from transformers import AutoTokenizer
 
+from rl_apps.cli.driver import main
 from rl_contracts.config import ClientConfig
 from rl_contracts.data import ModelResponse, ServeSpec
 from rl_contracts.errors import InferenceError
@@ -73,6 +74,18 @@ class TestVLLMEngine(ServerSuite):
         """Compare with transformers, because vLLM scores only at temperature 1 and below the context length."""
         assert len(response.output_ids) == len(response.logprobs) == len(response.versions) > 0
         assert self.models.difference(response, temperature) < TOLERANCE
+
+
+def test_attached_server_passes_a_dry_run(server, models, monkeypatch, tmp_path):
+    monkeypatch.setenv("RL_RUN_KEY", KEY)
+    settings = ("recipe=embedded", "allocation=vllm:d1+fsdp:d1", "publish.route=broadcast", f"run_dir={tmp_path}")
+
+    code = main(
+        "gsm8k-grpo",
+        [f"model.path={models.paths[0]}", f"rollout.server.addresses=[{server.address}]", *settings, "--dry-run"],
+    )
+
+    assert code == 0
 
 
 async def test_queued_group_members_do_not_reuse_an_outdated_kv_cache(engine, models, weights_dir):

@@ -44,6 +44,7 @@ class VLLMProtocol(ControlProtocol):
             version_stamps_at_end=True,
             any_score_temperature=False,
             truncated_logprobs=True,
+            max_temperature=2.0,
             seeds_by_position=False,
             resumes_completions=False,
             keeps_cache=False,

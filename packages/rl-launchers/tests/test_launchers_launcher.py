@@ -303,6 +303,21 @@ def test_run_second_signal_during_cleanup_is_no_error(scheduler: LocalScheduler)
         assert launcher.run([], lambda _: [JobSpec("actor", python(SLEEP))], on_tick=terminate) == 143
 
 
+def test_run_without_resume_stop_message_names_no_checkpoint(
+    scheduler: LocalScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = list[bool]()
+
+    def interrupt(workers: list[Worker]) -> None:
+        if not sent:
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert Launcher(scheduler).run([], lambda _: [JobSpec("evaluate", python(SLEEP))], on_tick=interrupt) == 143
+    assert "Stopping" in caplog.text
+    assert "checkpoint" not in caplog.text
+
+
 def test_run_sighup_terminates_trainers_of_all_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminate = LocalScheduler.terminate_workers
 

@@ -152,6 +152,7 @@ class Launcher:
         )
         self._control.heartbeats.timeout = self._config.health_timeout
         self._step_seconds = resume.step_seconds if resume else lambda: 0.0
+        self._can_resume = resume is not None
         restarts, code = RunRestarts(self._config, resume), 0
         with Interrupts(self._parent) as interrupts:
             self._scheduler.tick = interrupts.check
@@ -339,20 +340,25 @@ class Launcher:
         finish, grace = self._config.stop_limits()
         duration = f" (usually {self._step_seconds():.3g} s)" if self._step_seconds() else ""
         limit = f" within {finish:g} s" if finish < math.inf else ""
-        logger.warning(
-            "Stopping: trainers finish the running step%s%s and save a recovery checkpoint. A second signal abandons "
-            "the step.",
-            duration,
-            limit,
-        )
+        saves = self._can_resume and self._ready  # no step can begin before all servers are ready
+        if saves:
+            logger.warning(
+                "Stopping: trainers finish the running step%s%s and save a recovery checkpoint. A second signal "
+                "abandons the step.",
+                duration,
+                limit,
+            )
+        else:
+            logger.warning("Stopping all processes. Further signals stop them sooner.")
         if self._terminate_trainers(interrupts, 2, finish, grace):
             return
         if interrupts.requests < 3:
-            logger.warning(
-                "Stopping sooner: trainers abandon the running step at its next micro-batch and have %g s to save the "
-                "last finished step. A third signal kills them.",
-                grace,
-            )
+            if saves:
+                logger.warning(
+                    "Stopping sooner: trainers abandon the running step at its next micro-batch and have %g s to save "
+                    "the last finished step. A third signal kills them.",
+                    grace,
+                )
             self._terminate_trainers(interrupts, 3, grace, grace)
         self._for_each_trainer_role(partial(self._scheduler.delete_workers, grace=0.0))
 

@@ -222,6 +222,8 @@ async def test_body_large_malformed_or_compressed_is_rejected(monkeypatch: pytes
         actual_status, text = await agent.post("/v1/chat/completions", b"x", **{"Content-Encoding": "gzip"})
         assert actual_status == 415
         assert (await agent.post("/v1/unknown", {}))[0] == 404
+        actual_status, text = await agent.post("/chat/completions", {})
+        assert (actual_status, session.base_url in error_message(text)) == (404, True)
         assert (await agent.chat())[0] == 200
 
 

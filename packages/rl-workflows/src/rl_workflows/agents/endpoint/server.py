@@ -241,6 +241,8 @@ class HttpRolloutEndpoint(RolloutEndpoint):
             status, text = 500, str(error)
         except web.HTTPException as error:
             status, text = error.status, f"{request.method} {request.path}: {error.text or error.reason}"
+            if error.status == 404 and not request.path.startswith("/v1/"):
+                text += f". The base URL is {self.url}/v1."
         except ConnectionError:  # the agent disconnected
             raise
         except Exception as error:  # boundary to HTTP: log the traceback, return the message

@@ -312,7 +312,8 @@ class Session(RolloutSession):
         self._require_short(call, context_length, max(max_characters, RENDERED_CHARACTERS))
         if call.tools and not self.model.reader.reads_tools:
             raise CallError(
-                "tools: the format of this model's tool calls is unknown; set endpoint.tool_calls, or send no tools."
+                "tools: the chat template of this model has no known format of tool calls; send no tools, or set "
+                "rollout.endpoint.tool_calls of a run."
             )
         conversation = self.conversation
         try:
@@ -377,8 +378,8 @@ class Session(RolloutSession):
             raise CallError("the session was closed before the call arrived.", 401, "invalid_api_key")
         if call.schema is not None and not self.engine.capabilities.schemas:
             raise CallError(
-                "response_format (Responses API: text.format): expected text; the servers of this run cannot constrain "
-                "completions to a format. vLLM and SGLang can."
+                "response_format (Responses API: text.format): expected text; this server cannot constrain completions "
+                "to a format. vLLM and SGLang can."
             )
         if prompt.images and not self.engine.capabilities.images:
             raise CallError("messages: expected text only, found images; the servers of this run read no images.")

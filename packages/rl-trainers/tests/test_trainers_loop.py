@@ -285,6 +285,15 @@ def test_train_resumed_without_applied_step_fails_at_end(engine, tmp_path):
     train(_Batches(engine, 0), diverged, run_log, total_steps=5)  # a run without remaining steps does not fail
 
 
+def test_run_log_of_supervised_step_has_no_reward(engine, tmp_path):
+    batch = shard_sequences(supervised_sequences(ROWS, ChatRenderer(make_tiny_tokenizer()), 64), engine.parallel)
+    run_log = RunLog(engine, tmp_path / "run", CheckpointConfig())
+    run_log.finish_step(1, batch, {}, 0, 1)
+    record = _records(tmp_path / "run")[-1]
+    assert record["sequences"] == len(ROWS)
+    assert [record[name] for name in ("reward/mean", "reward/std", "truncated/fraction")] == [None] * 3
+
+
 @pytest.mark.slow
 def test_train_supervised_lowers_held_out_loss(engine, tmp_path):
     renderer = ChatRenderer(make_tiny_tokenizer())

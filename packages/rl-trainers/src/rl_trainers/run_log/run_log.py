@@ -161,6 +161,8 @@ class RunLog:
         metrics = batch_metrics(batch, version_before).over_replicas(self.engine.parallel).results()
         record: dict[str, float | None] = {"step": step, "version": version, **metrics}
         record["reward/std"] = reward_std(record["reward/mean"], record.pop("reward/square"), record["sequences"])
+        if record["staleness/mean"] is None and not record["reward/mean"]:  # supervised: nothing was generated
+            record |= dict.fromkeys(("reward/mean", "reward/std", "truncated/fraction"))
         record |= {self.renamed.get(name, name): value for name, value in stats.items()}
         if self.config.save_batches:
             self._save_batch(batch, version_before)

@@ -95,6 +95,17 @@ def test_view_fits_terminals_of_any_size(width: int, height: int) -> None:
     assert max(map(len, draw(view, width, height).splitlines())) == width - 2
 
 
+def test_view_in_80_columns_shows_seconds_of_stage_and_curves() -> None:
+    stage = "comparing log-probs of servers and trainer, 12 of 32, 100 s"
+    view = RunView("runs/one", 9, METRICS, stage=stage)
+    assert stage in draw(view, width=80)
+    for step in range(1, 9):
+        view.add(record(step, **{"throughput/trained_tokens_per_s": 123456.0 * step}))
+    lines = draw(view, width=80).splitlines()
+    assert any(re.search(r"reward +2\.000 +[▁-█]{8}.*[▁-█]{8}", line) for line in lines)
+    assert len({len(line) for line in lines}) == 1, "no line wraps or is wider than the frame"
+
+
 @pytest.mark.parametrize("height", [40, 18])
 def test_view_shows_completion_of_long_prompt(tmp_path: Path, height: int) -> None:
     prompt = f"<|im_start|>system\n{'rule\n' * 50}<|im_end|>\n<|im_start|>user\nOne {'long ' * 99}?<|im_end|>\n"
@@ -129,6 +140,26 @@ def test_progress_in_terminal_shows_stage_of_trainer(tmp_path: Path) -> None:
         (tmp_path / "stage.json").unlink()
         progress.tick()
         assert progress._screen.view.stage == "training"
+
+
+def test_progress_in_a_notebook_cell_has_no_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JPY_PARENT_PID", "1")  # Jupyter sets it for kernels, whose cells run `!` in a pseudo-terminal
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    console = Console(file=terminal, force_terminal=True)
+    with RunProgress(tmp_path / "metrics.jsonl", 9, GRPO_COLUMNS, console) as progress:
+        assert progress._screen is None
+
+
+def test_progress_of_resumed_run_shows_its_steps_before_training(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(5)) + "\n")
+    progress = RunProgress(tmp_path / "metrics.jsonl", 9, GRPO_COLUMNS, Console(file=terminal, force_terminal=True))
+    progress.rewind()
+    progress.print_message("starting servers and trainers")
+    assert progress._screen is not None
+    assert "5/9" in draw(progress._screen.view)
 
 
 def test_sparkline_scales_last_values_from_minimum_to_maximum() -> None:

@@ -23,6 +23,7 @@ from rl_monitor.report.curves import BANDS, curves_of, stages_of, thinned
 from rl_monitor.report.facts import commands_of, record_command
 from rl_monitor.report.page import RunReport, as_json, write_report
 from rl_monitor.report.samples import EACH, NEWEST, STEPS, Samples, extremes, spread_steps, to_page_record
+from rl_monitor.report.summary import summary_of
 from rl_monitor.run_directory import names_of
 
 
@@ -98,6 +99,17 @@ def test_report_summary_states_run_and_its_held_out_change(tmp_path) -> None:
     assert data["notes"]["grad_norm"]["unit"] == ""
 
 
+def test_summary_of_tie_rounds_like_the_page() -> None:
+    summary = summary_of([{"step": 1, "reward/mean": 0.40625}], {}, [])
+    assert summary["Training reward"] == "0.4063 (step 1)", "toPrecision(4) of JavaScript"
+
+
+def test_summary_of_run_without_steps_omits_batch_and_learning_rate() -> None:
+    settings = {"data.batch_size": 4, "actor.optimizer.lr": 1e-6, "actor.optimizer.schedule": "constant"}
+    assert [*summary_of([], settings | {"total_steps": 1}, [])] == ["Batch", "Learning rate"]
+    assert not summary_of([], settings | {"total_steps": 0}, [])
+
+
 def test_report_marks_checkpoints_and_resumed_steps(tmp_path) -> None:
     run = make_run(tmp_path / "run", steps=9)
     for step in (3, 9):
@@ -143,6 +155,18 @@ def test_report_lists_failure_and_restarts_of_run_first(tmp_path) -> None:
         ("error", "actor-0 was killed"),
         ("warning", "the run was restarted: actor-0 ended"),
     ]
+
+
+def test_report_lists_error_of_log_before_warnings(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "logs" / "actor-0.log").open("a") as file:
+        file.write("2026-11-25 20:03:01.000 ERROR [trainer/0] rl.apps.worker: RLError: 3 groups failed\n")
+
+    write_report([run], tmp_path / "page.html")
+
+    levels = [event["level"] for event in data_of(tmp_path / "page.html")["runs"][0]["events"]]
+    assert levels.count("error") >= 2
+    assert levels == sorted(levels, key=lambda level: level != "error")
 
 
 def test_report_shows_only_embedded_images_of_conversations() -> None:
@@ -500,3 +524,16 @@ def test_browser_opens_comparison_with_final_metrics_and_settings(tmp_path) -> N
     assert text[final + 1 : final + 4] == ["reward/mean", *(f"{last['reward/mean']:.4g}" for _ in runs)]
     assert text[differing + 1 :] == ["actor.lr", "1", "2"]
     assert len(probe["extremes"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_browser_charts_of_run_share_axis_of_steps(tmp_path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 0, "eval/accuracy": 0.5, "gap/mean_abs": 1e-7}) + "\n")
+
+    axes = dict(_probe(tmp_path, run)["axes"])
+
+    assert len(axes) > 2
+    assert all(texts[-4:] == ["0", "2", "4", "6"] for texts in axes.values()), axes

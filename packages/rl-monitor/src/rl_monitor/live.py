@@ -71,7 +71,7 @@ class RunView:
         panel_width = options.max_width - 2  # leave space for the ^C that a terminal prints after the last line
         width, plain = panel_width - 4, options.ascii_only
         parts: list[RenderableType] = [
-            self._progress_row(),
+            self._progress_row(width),
             *self._metrics_table(width, plain),
             *self._stage_times(width, plain),
         ]
@@ -92,35 +92,43 @@ class RunView:
             lines[number - 1 :] = [Text(f"[... {len(lines) - number + 1} more lines; see rl show]", style="dim")]
         return lines
 
-    def _progress_row(self) -> Table:
+    def _progress_row(self, width: int) -> Table:
+        """Return stage, bar and remaining time. The bar leaves space for the stage with its seconds."""
         done = self.records[-1]["step"] if self.records else 0
         durations = [record["time/step"] for record in self.records[-RECENT:] if record.get("time/step")]
         remaining = sum(durations) / len(durations) * (self.total_steps - done) if durations else None
+        steps = f"{done}/{self.total_steps}"
+        left = "" if remaining is None else f"{timedelta(seconds=round(remaining))} left"
+        bar_width = max(4, min(24, width - len(self.stage + steps + left) - 7))  # 7: spaces between the columns
         row = Table.grid(padding=(0, 2))
         row.add_row(
             Text(self.stage, style="bold", no_wrap=True, overflow="ellipsis"),
-            ProgressBar(total=self.total_steps, completed=done, width=24),
-            f"{done}/{self.total_steps}",
-            "" if remaining is None else f"{timedelta(seconds=round(remaining))} left",
+            ProgressBar(total=self.total_steps, completed=done, width=bar_width),
+            steps,
+            left,
         )
         return row
 
     def _metrics_table(self, width: int, plain: bool) -> list[Table]:
         """Return a table with two metrics per line, each with its sparkline."""
-        sparkline_width = 0 if plain else max(0, min(24, width // 2 - 34))
         held_out = [record for record in self.records if record.get("eval/reward") is not None]
         has_graded_rewards = any(record.get("eval/accuracy") is None for record in held_out)
         hidden = "eval/accuracy" if has_graded_rewards else "eval/reward"  # hide the redundant one
-        cells = []
+        cells: list[tuple[str, str, list[float]]] = []
         for label, (name, form) in self.metrics.items():
             values = [record[name] for record in self.records if record.get(name) is not None]
             if values and name != hidden:
-                cells.append(
-                    (Text(label, style="dim"), f"{values[-1]:{form}}", Text(sparkline(values, sparkline_width), "cyan"))
-                )
-        table = Table.grid(padding=(0, 1))
+                cells.append((label, f"{values[-1]:{form}}", values))
         half = (len(cells) + 1) // 2
-        for left, right in zip_longest(cells[:half], cells[half:], fillvalue=("", "", "")):
+        halves = cells[:half], cells[half:]
+        texts = sum(max((len(cell[column]) for cell in cells), default=0) for cells in halves for column in (0, 1))
+        sparkline_width = 0 if plain else max(0, min(24, (width - texts - 7) // 2))  # 7: spaces between the columns
+        rows = [
+            (Text(label, "dim"), value, Text(sparkline(values, sparkline_width), "cyan"))
+            for label, value, values in cells
+        ]
+        table = Table.grid(padding=(0, 1))
+        for left, right in zip_longest(rows[:half], rows[half:], fillvalue=("", "", "")):
             table.add_row(*left, " ", *right)
         return [table] if cells else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -118,7 +119,8 @@ class RunProgress:
         self._warned: Counter[str] = Counter()
         self._last_stage = ""
         self._screen: Screen | None = None
-        if self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty():
+        redraws = not self.console.is_dumb_terminal and "JPY_PARENT_PID" not in os.environ  # a cell keeps every frame
+        if self.console.is_terminal and redraws and self.console.file.isatty():
             from rl_monitor.live import RunView, Screen
 
             column_metrics = {name for name, _ in columns.values()}
@@ -128,7 +130,7 @@ class RunProgress:
             self._screen = Screen(
                 RunView(str(metrics.parent), total_steps, metrics_shown), metrics.parent, self.console
             )
-        if not from_the_start:
+        if not from_the_start and self._screen is None:
             self.rewind()  # skip the records that exist already
 
     def __enter__(self) -> RunProgress:
@@ -159,11 +161,21 @@ class RunProgress:
         if self._screen:  # the view shows curves over all steps
             self._screen.view.records.clear()
             self._warned.clear()
+            self._show_records()
 
     def tick(self) -> None:
         """Show the records appended since the last call."""
         if self._reader.replaced():
             self.rewind()
+        self._show_records()
+        if self._screen:
+            if stage := describe_stage(self._metrics.parent):
+                self.print_message(stage)
+            elif self._screen.view.records:
+                self.print_message("training")
+            self._screen.update_completion()
+
+    def _show_records(self) -> None:
         for record in self._reader.read():
             if self._screen:
                 self._screen.view.add(record)
@@ -171,12 +183,6 @@ class RunProgress:
                 self.console.print(step_line(record, self.columns, self.total_steps), soft_wrap=True)
             for kind, warning in warnings_of(record).items():
                 self._warn(kind, warning, record["step"])
-        if self._screen:
-            if stage := describe_stage(self._metrics.parent):
-                self.print_message(stage)
-            elif self._screen.view.records:
-                self.print_message("training")
-            self._screen.update_completion()
 
     def _warn(self, kind: str, warning: str, step: int) -> None:
         """Show a warning.

@@ -132,7 +132,7 @@ function setUpAnswers(runs, images) {
   for (const run of runs) setUpExtremes(run, runs.length > 1);
   const completions = runs.flatMap((run) => run.completions.map((completion) => ({ ...completion, run: runs.length > 1 ? run.label : "" })));
   const list = document.getElementById("completion-list");
-  if (!completions.length) return list.append(element("p", { class: "faint" }, "No completions are saved (see rollouts.every)."));
+  if (!completions.length) return list.append(element("p", { class: "faint" }, "No completions so far. rollouts.every selects the steps to save; supervised runs have none."));
   const distinct = (field) => [...new Set(completions.map(field))];
   const options = (values, all) => [["", all], ...values.map((value) => [String(value), String(value)])];
   const redraw = () => draw(SHOWN);

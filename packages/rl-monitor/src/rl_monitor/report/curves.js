@@ -5,6 +5,7 @@ const DASHES = ["", "5 3", "1 3", "8 3 1 3"];
 const WIDTH = 360, HEIGHT = 210, LEFT = 46, RIGHT = 8, TOP = 18, BOTTOM = 32;
 const MARKED = 30; // maximum points of a curve with a mark at each point
 let notes = {}; // meaning, unit and kind of each metric by name
+let range = [0, 1]; // first and last step of the runs, the x axis of all charts
 
 const PANELS = [
   ["Reward", ["reward/mean", "eval/reward"]],
@@ -69,16 +70,14 @@ function rangeOf(values, log, fraction) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (fraction && low >= 0 && high <= 1) return [0, 1];
   if (log) return [Math.floor(Math.log10(low)), Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
-  if (low === high) return high > 0 ? [0, high * 1.25] : [low - 1, high + 1];
+  if (low === high) return high >= 0 ? [0, high * 1.25 || 1] : [low - 1, high + 1];
   const margin = (high - low) * 0.05;
   return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
 }
 
 // Return an SVG with axes, functions from step and value to coordinates, and the range of steps.
-function frame(steps, values, { log = false, fraction = false, unit = "" } = {}) {
-  let [left, right] = [Math.min(...steps), Math.max(...steps)];
-  if (left === right) [left, right] = [left - 1, right + 1];
-  const [low, high] = rangeOf(values, log, fraction);
+function frame(values, { log = false, fraction = false, unit = "" } = {}) {
+  const [left, right] = range, [low, high] = rangeOf(values, log, fraction);
   const x = (step) => LEFT + ((step - left) / (right - left)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - (((log ? Math.log10(value) : value) - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
@@ -86,7 +85,7 @@ function frame(steps, values, { log = false, fraction = false, unit = "" } = {})
   for (const at of ticks(low, high).filter((at) => !log || Number.isInteger(at))) {
     const value = log ? 10 ** at : at;
     svg.append(element("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-    svg.append(element("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(Number(value.toPrecision(6)))));
+    svg.append(element("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(Number(value.toPrecision(6))).replace(/\.?0+e/, "e")));
   }
   for (const step of ticks(left, right).filter(Number.isInteger)) {
     const anchor = x(step) > WIDTH - 20 ? "end" : "middle";
@@ -103,7 +102,7 @@ function drawMarks({ svg, x, left, right }, runs) {
 }
 
 function marksText(runs) {
-  return runs.flatMap((run) => [[run.resumed, "┆", "resumed after"], [run.checkpoints, "▲", "checkpoints of"]].filter(([steps]) => steps.length)
+  return runs.flatMap((run) => [[run.resumed, "┆", "resumed after"], [run.checkpoints, "▲", `checkpoint${run.checkpoints.length > 1 ? "s" : ""} of`]].filter(([steps]) => steps.length)
     .map(([steps, sign, text]) => `${sign} ${runs.length > 1 ? `${run.label}: ` : ""}${text} step${steps.length > 1 ? "s" : ""} ${listed(steps)}`)).join("  ");
 }
 
@@ -125,7 +124,7 @@ function card(title, caveat, picture, valuesAt) {
   const cursor = element("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   svg.append(cursor);
   const show = (step) => legend.replaceChildren(...valuesAt(step).map(([label, color, value, note, dash]) =>
-    element("span", note ? { title: `${label}: ${note.text}${note.unit && ` (${note.unit})`}`, class: "explained" } : {}, element("i", { class: "swatch", style: `background:${dash ? dashed(color) : color}` }), `${label} ${number(value)}`)));
+    element("span", note ? { title: `${label}: ${note.text}${note.unit && ` (${note.unit})`}`, class: "explained" } : {}, element("i", { class: "swatch", style: `background:${dash ? dashed(color, dash) : color}` }), `${label} ${number(value)}`)));
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), position = ((event.clientX - box.left) / box.width) * WIDTH;
     const fraction = (position - LEFT) / (WIDTH - LEFT - RIGHT), step = Math.round(left + Math.min(1, Math.max(0, fraction)) * (right - left));
@@ -144,8 +143,9 @@ function card(title, caveat, picture, valuesAt) {
   return element("div", { class: "card" }, element("h3", {}, title, caption), svg, legend);
 }
 
-function dashed(color) {
-  return `repeating-linear-gradient(90deg, ${color} 0 4px, transparent 4px 6px)`;
+function dashed(color, dash) {
+  const [drawn, gap] = dash.split(" ").map(Number);
+  return `repeating-linear-gradient(90deg, ${color} 0 ${drawn}px, transparent ${drawn}px ${drawn + gap}px)`;
 }
 
 function latest(steps, values, step) {
@@ -163,7 +163,7 @@ function curveCard(title, series, runs, scale) {
   });
   const points = drawn.flatMap((one) => one.points);
   const [{ note }] = series, fraction = series.every((one) => one.note?.fraction);
-  const picture = frame(points.map(([step]) => step), points.map(([, value]) => value), { log, fraction, unit: note?.unit });
+  const picture = frame(points.map(([, value]) => value), { log, fraction, unit: note?.unit });
   drawMarks(picture, runs);
   for (const one of drawn) {
     const line = one.points.map(([step, value], i) => `${i ? "L" : "M"}${picture.x(step).toFixed(1)} ${picture.y(value).toFixed(1)}`).join("");
@@ -176,28 +176,30 @@ function curveCard(title, series, runs, scale) {
 }
 
 // Return a card with the seconds of each stage, stacked.
-function bandCard(title, run) {
+function bandCard(title, run, colors) {
   const { stages } = run, names = Object.keys(stages.seconds), steps = stages.steps;
   if (!names.length) return null;
   const tops = [steps.map(() => 0)];
   for (const name of names) tops.push(tops[tops.length - 1].map((below, i) => below + stages.seconds[name][i]));
-  const wide = steps.length > 1 ? steps : [steps[0] - 0.5, steps[0] + 0.5], at = (i) => Math.min(i, steps.length - 1);
-  const picture = frame(wide, [0, ...tops[tops.length - 1]], { unit: "s" });
+  const picture = frame([0, ...tops[tops.length - 1]], { unit: "s" }), at = (i) => Math.min(i, steps.length - 1);
+  const wide = steps.length > 1 ? steps : [steps[0] - 0.5, Math.min(steps[0] + 0.5, picture.right)];
   names.forEach((name, k) => {
     const edge = (row, order) => order.map((i) => `${picture.x(wide[i]).toFixed(1)} ${picture.y(row[at(i)]).toFixed(1)}`).join("L");
     const order = wide.map((_, i) => i);
     const line = `M${edge(tops[k + 1], order)}L${edge(tops[k], [...order].reverse())}Z`;
-    picture.svg.append(element("path", { d: line, fill: COLORS[k % COLORS.length], "fill-opacity": 0.75 }));
+    picture.svg.append(element("path", { d: line, fill: colors[name], "fill-opacity": 0.75 }));
   });
   drawMarks(picture, [run]);
   picture.svg.setAttribute("aria-label", summary(title, names.map((label) => ({ label, steps, values: stages.seconds[label] }))));
-  return card(title, "", picture, (step) => names.map((name, k) => [name, COLORS[k % COLORS.length], latest(steps, stages.seconds[name], step), notes[`time/${name}`]]));
+  return card(title, "", picture, (step) => names.map((name) => [name, colors[name], latest(steps, stages.seconds[name], step), notes[`time/${name}`]]));
 }
 
 function drawCurves(runs) {
   const smooth = Number(document.getElementById("smooth").value), chosen = document.getElementById("figure").value;
   const cards = PANELS.map(([title, names, scale]) => curveCard(title, seriesOf(runs, names, smooth), runs, scale));
-  const bands = runs.map((run) => bandCard(runs.length > 1 ? `Seconds per step, ${run.label}` : "Seconds per step", run));
+  const stages = [...new Set(runs.flatMap((run) => Object.keys(run.stages.seconds)))];
+  const colors = Object.fromEntries(stages.map((name, k) => [name, COLORS[k % COLORS.length]]));
+  const bands = runs.map((run) => bandCard(runs.length > 1 ? `Seconds per step, ${run.label}` : "Seconds per step", run, colors));
   cards.splice(1 + PANELS.findIndex(([title]) => title.startsWith("Throughput")), 0, ...bands);
   if (chosen) cards.unshift(curveCard(chosen, seriesOf(runs, [chosen], smooth), runs));
   document.getElementById("panels").replaceChildren(...cards.filter((one) => one));
@@ -205,6 +207,9 @@ function drawCurves(runs) {
 
 function setUpCurves(runs, meanings) {
   notes = meanings;
+  const ends = runs.flatMap((run) => Object.values(run.curves).flatMap(([steps]) => [steps[0], steps.at(-1)]));
+  range = [Math.min(...ends), Math.max(...ends)];
+  if (range[0] === range[1]) range = [Math.max(0, range[0] - 1), range[1] + 1];
   const figure = document.getElementById("figure"), draw = () => drawCurves(runs);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))].sort();
   figure.append(...["", ...names].map((name) => element("option", { value: name }, name || "(choose)")));

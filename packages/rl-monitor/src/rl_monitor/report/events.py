@@ -32,14 +32,14 @@ the first occurrence."""
 
 
 def events_of(directory: Path, records: Sequence[dict[str, Any]]) -> list[Event]:
-    """Return all events with repeated ones merged, in the order launcher, steps, failed groups, logs."""
+    """Return events with repeated ones merged: of the launcher, then errors, then steps, failed groups and logs."""
     events = [
-        *_launcher_events(directory),
         *merge_repeated(_record_events(records)),
         *_failed_groups(directory),
         *merge_repeated(_log_events(directory)),
     ]
-    return events[:EVENTS]
+    events.sort(key=lambda event: event["level"] != "error")
+    return [*_launcher_events(directory), *events][:EVENTS]
 
 
 def status_of_launcher(directory: Path) -> dict[str, Any]:

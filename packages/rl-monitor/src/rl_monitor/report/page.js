@@ -24,7 +24,7 @@ function setUpSummary(data) {
   if (!several) return;
   const final = finalMetrics(runs), missing = () => element("p", { class: "faint" }, "None.");
   section.append(element("h3", {}, "Final metrics"), final.length ? table(heads, final) : missing());
-  const rows = differing.map(([name, ...values]) => [name, ...values.map((one) => (one === undefined ? "–" : value(one)))]);
+  const rows = differing.map(([name, ...values]) => [name, ...values.map((one, i) => (name in runs[i].settings ? value(one) : "–"))]);
   section.append(element("h3", {}, "Differing settings"), rows.length ? table(heads, rows) : missing());
 }
 
@@ -35,7 +35,7 @@ function finalMetrics(runs) {
   const names = [...new Set([...PANELS.flatMap(([, metrics]) => metrics), ...sets, "time/step"])];
   return names.filter((name) => runs.some((run) => run.curves[name])).map((name) => {
     const label = element("span", notes[name] ? { title: notes[name].text, class: "explained" } : {}, name);
-    return [label, ...runs.map((run) => number(run.curves[name]?.[1].at(-1)))];
+    return [label, ...runs.map((run) => element("span", { class: "number" }, number(run.curves[name]?.[1].at(-1))))];
   });
 }
 

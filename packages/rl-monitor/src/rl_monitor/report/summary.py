@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Context
 from typing import Any
 
 from rl_monitor.report.curves import is_number
 
 _EXAMPLES = re.compile(r"(eval(?:/[^/]+)?)/examples")
 """Metric that each evaluation set records."""
+_DIGITS = Context(prec=4, rounding=ROUND_HALF_UP)
+"""Rounding of the page's script, so that a value is the same in all its tables."""
 
 
 def summary_of(
@@ -27,13 +30,16 @@ def summary_of(
         values = [settings.get(name) for name in names]
         return "" if None in values or "" in values else form.format(*values)
 
+    training = {
+        "Batch": text("{} examples", "data.batch_size") + text(" x {} completions", "rollout.group_size"),
+        "Learning rate": text("{}, {}", "actor.optimizer.lr", "actor.optimizer.schedule"),
+    }
     facts = {
         "Model": text("{}", "model.path"),
         "Data": f"{text('{}', 'data.name')} {text('{}', 'data.path')}".strip(),
         "Algorithm": text("{}", "experiment")
         + text(": {} advantages, {} loss", "algorithm.advantage.kind", "algorithm.loss.kind"),
-        "Batch": text("{} examples", "data.batch_size") + text(" x {} completions", "rollout.group_size"),
-        "Learning rate": text("{}, {}", "actor.optimizer.lr", "actor.optimizer.schedule"),
+        **(training if settings.get("total_steps") != 0 else {}),
         **_held_out(records),
         **_change(records, "Held-out loss", "loss/eval"),
         **_change(records, "Training reward", "reward/mean"),
@@ -64,13 +70,14 @@ def _change(records: Sequence[dict[str, Any]], label: str, metric: str) -> dict[
     if not values:
         return {}
     (first_step, first), (last_step, last) = values[0], values[-1]
+    before, after = (f"{float(_DIGITS.create_decimal(value)):.4g}" for value in (first, last))
     if first_step == last_step:
-        return {label: f"{last:.4g} (step {last_step})"}
-    return {label: f"{first:.4g} → {last:.4g} (steps {first_step} and {last_step})"}
+        return {label: f"{after} (step {last_step})"}
+    return {label: f"{before} → {after} (steps {first_step} and {last_step})"}
 
 
 def _training_time(records: Sequence[dict[str, Any]]) -> str:
     """Return the duration of all steps and of the evaluations between them; empty without timed steps."""
     timed = [record for record in records if is_number(record.get("time/step"))]
     seconds = sum(record["time/step"] + (record.get("time/evaluate") or 0) for record in timed)
-    return f"{seconds / 60:.1f} minutes for {len(timed)} steps" if timed else ""
+    return f"{seconds / 60:.1f} minutes for {len(timed)} step{'s' * (len(timed) > 1)}" if timed else ""

@@ -13,8 +13,11 @@ from rl_apps.cli.main import main
 from rl_apps.plan.advice import Advice, advise
 from rl_apps.plan.estimate import Estimator, estimator_of
 from rl_apps.plan.inputs import read_inputs
+from rl_apps.plan.memory import USABLE
+from rl_apps.plan.page import OFFLOAD
 from rl_apps.plan.rates import Sourced
-from rl_apps.plan.splits import SAVINGS, free_splits, given_splits
+from rl_apps.plan.splits import SAVINGS, free_splits, given_splits, layouts
+from rl_apps.settings.device_layout import layout_of
 from rl_contracts.allocation import Allocation
 
 pytestmark = pytest.mark.slow
@@ -47,9 +50,9 @@ def on_h100(model: Path) -> Estimator:
 
 
 def advice_for(estimator: Estimator, *settings: str, devices: int = 8, memory: float = 80) -> Advice:
-    """Return the advice for a layout that does not fit."""
+    """Return the advice for a layout that does not fit on devices with this many usable GiB."""
     changed = estimator.with_settings(*settings)
-    changed = replace(changed, inputs=replace(changed.inputs, memory=memory * GIB))
+    changed = replace(changed, inputs=replace(changed.inputs, memory=memory * GIB / USABLE))
     case = changed.case()
     assert case.too_large
     advice = advise(changed, case, devices)
@@ -97,12 +100,26 @@ def test_advise_two_changes_if_no_single_one_fits(on_h100: Estimator) -> None:
     assert advice.devices == 0
 
 
+def test_advise_one_shared_device_gets_three_changes(on_h100: Estimator) -> None:
+    advice = advice_for(on_h100, "allocation=vllm:d1|fsdp:d1", devices=1)
+    names = [text.partition("=")[0].rpartition(".")[2] for text in advice.settings]
+    assert names == ["memory_share", "gradient_checkpointing", "offload"]
+    assert advice.devices == 0
+
+
 @pytest.mark.parametrize("allocation", ["allocation=vllm:d1+fsdp:d1", "allocation=vllm:d2|fsdp:d2"])
 def test_advise_too_few_devices_states_how_many_are_enough(on_h100: Estimator, allocation: str) -> None:
-    advice = advice_for(on_h100, allocation, devices=2, memory=24)
+    advice = advice_for(on_h100, allocation, devices=2, memory=12)
     assert advice.devices > 2
     proposed = advice.settings[0].partition("=")[2]
     assert Allocation.parse(proposed).world_size <= advice.devices
+
+
+def test_case_that_fills_the_whole_device_does_not_fit(on_h100: Estimator) -> None:
+    estimator = on_h100.with_settings("allocation=vllm:d4+fsdp:d4", *SAVINGS)
+    total = estimator.case().memory[0].total
+    case = replace(estimator, inputs=replace(estimator.inputs, memory=total * 1.02)).case()
+    assert [memory.owner for memory in case.too_large] == ["trainer rank"]
 
 
 def test_given_splits_state_why_the_others_are_left_out(on_h100: Estimator) -> None:
@@ -112,6 +129,11 @@ def test_given_splits_state_why_the_others_are_left_out(on_h100: Estimator) -> N
     kinds = {split.trainer_devices: split.kind for split in found.left_out}
     assert kinds == {1: "memory", 2: "memory", 3: "batch", 5: "batch", 6: "batch", 7: "batch"}
     assert all(split.reason for split in found.left_out)
+
+
+def test_given_splits_omit_replicas_that_expert_groups_do_not_divide(on_h100: Estimator) -> None:
+    found = layouts(layout_of("vllm:d4+megatron:d4e4", on_h100.inputs.app.servers), 8)
+    assert [layout.actor.strategy.data for layout in found] == [4]
 
 
 def test_free_splits_have_the_least_savings_and_sizes_that_fit(on_h100: Estimator) -> None:
@@ -202,3 +224,12 @@ def test_shared_device_in_training_has_what_a_sleeping_server_keeps(
     in_training = memory["shared device in training"].parts
     assert in_training["trainer"] == memory["trainer rank"].total
     assert in_training["sleeping server"] == pytest.approx(sum(server_parts[part] for part in kept))
+
+
+def test_plan_with_offload_states_that_it_takes_no_time(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "grpo", f"model.path={model}", "allocation=vllm:d4+fsdp:d4", *SAVINGS, "--gpu", "H100"]
+    assumptions = []
+    for setting in ("actor.engine.offload=false", "actor.engine.offload=true"):
+        assert main([*arguments, setting, "--no-splits", "--json"]) == 0
+        assumptions.append(json.loads(capsys.readouterr().out)["assumptions"]["always"])
+    assert set(assumptions[1]) - set(assumptions[0]) == {OFFLOAD}

@@ -40,7 +40,7 @@ class Change:
 
 
 def advise(estimator: Estimator, case: Case, devices: int) -> Advice:
-    """Return the cheapest change, or pair of changes, with which a layout fits, or else the number of devices needed.
+    """Return the fewest changes, at most three, with which a layout fits, or else the number of devices needed.
 
     Args:
         estimator: estimator of the run.
@@ -52,10 +52,11 @@ def advise(estimator: Estimator, case: Case, devices: int) -> Advice:
         if advice := _advice(estimator, (change,)):
             return advice
     if _may_fit(estimator, changes):
-        pairs = [pair for pair in itertools.combinations(changes, 2) if _combine(pair)]
-        for pair in sorted(pairs, key=lambda pair: pair[0].cost + pair[1].cost):
-            if advice := _advice(estimator, pair):
-                return advice
+        for number in (2, 3):
+            groups = [group for group in itertools.combinations(changes, number) if _combine(group)]
+            for group in sorted(groups, key=lambda group: sum(change.cost for change in group)):
+                if advice := _advice(estimator, group):
+                    return advice
     return _with_more_devices(estimator, case, devices)
 
 
@@ -69,7 +70,7 @@ def _advice(estimator: Estimator, changes: Sequence[Change]) -> Advice | None:
 
 
 def _may_fit(estimator: Estimator, changes: Sequence[Change]) -> bool:
-    """Whether the run fits with all changes of the trainer together, so that a pair of changes may be enough."""
+    """Whether the run fits with all changes of the trainer together, so that several changes may be enough."""
     shares = [change.settings for change in changes if change.cost == SHARE_COST] or [()]
     values = {text.partition("=")[0]: text for change in changes for text in change.settings}
     values.pop("rollout.server.memory_share", None)
@@ -132,11 +133,10 @@ def _other_layouts(case: Case, devices: int, context: bool) -> list[Layout]:
     return [each for each in nearest if each != layout and batch % each.actor.strategy.data == 0]
 
 
-def _combine(pair: Sequence[Change]) -> bool:
-    """Whether two changes are independent."""
-    one, two = pair
-    same = {text.partition("=")[0] for text in one.settings} & {text.partition("=")[0] for text in two.settings}
-    return not same and not (one.layout and two.layout)
+def _combine(changes: Sequence[Change]) -> bool:
+    """Whether changes are independent."""
+    names = [text.partition("=")[0] for change in changes for text in change.settings]
+    return len(set(names)) == len(names) and sum(change.layout is not None for change in changes) <= 1
 
 
 def _fits(estimator: Estimator, settings: tuple[str, ...], layout: Layout | None) -> Case | None:

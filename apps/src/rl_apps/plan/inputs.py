@@ -108,7 +108,8 @@ def read_inputs(
             f"rl plan {reference}: expected --gpu NAME, --run RUN or --rates FILE, from which the speed is planned; "
             f"for example `rl plan {reference} --gpu H100`."
         )
-    require(not gpu or gpu in DEVICES, "--gpu", f"one of {', '.join(DEVICES)}", gpu)
+    known = f"one of {', '.join(DEVICES)}; for another GPU, use --rates and --memory"
+    require(not gpu or gpu in DEVICES, "--gpu", known, gpu)
     app: App = registry.load("rl.apps", reference)
     require(app.servers == "required", "rl plan", "an app that trains on completions, such as gsm8k-grpo", app.name)
     if run_of is not None:

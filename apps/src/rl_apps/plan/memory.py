@@ -14,6 +14,8 @@ from rl_contracts.models.sizes import ModelSizes, sizes_of
 
 GIB = 2**30
 TRAINER_RANK, SERVER_DEVICE = "trainer rank", "server device"
+USABLE = 0.95
+"""Fraction of a device for the counted uses; the rest is for CUDA contexts, NCCL buffers and fragmentation."""
 LASTING = ("parameters", "optimizer", "reference", "critic")
 """Parts of a trainer rank that stay on the device between two training steps."""
 
@@ -91,7 +93,7 @@ def trainer_memory(run: Run[GRPOConfig], sizes: ModelSizes, micro_batches: int, 
         parts["reference"] = parts.get("parameters", 0.0)
     if parts and config.algorithm.needs_critic:
         parts["critic"] = parts.get("parameters", 0.0) + parts.get("optimizer", 0.0)
-    return DeviceMemory(TRAINER_RANK, parts, device)
+    return DeviceMemory(TRAINER_RANK, parts, USABLE * device)
 
 
 def served_bytes(run: Run[GRPOConfig]) -> int:
@@ -134,7 +136,7 @@ def shared_memory(
         "shared device in training": {"trainer": trainer.total, "sleeping server": sleeping},
         "shared device in generation": {"trainer": lasting, "server": server.total},
     }
-    memory = [DeviceMemory(owner, parts, device) for owner, parts in in_turn.items()]
+    memory = [DeviceMemory(owner, parts, USABLE * device) for owner, parts in in_turn.items()]
     if hasattr(run.config.rollout.server, "memory_share"):
         memory.append(DeviceMemory("server on a shared device", server.parts, LARGEST_SHARE * device))
     return memory

@@ -26,6 +26,8 @@ ALWAYS = (
     "the speed of the trainer is proportional to its devices and the same for every batch",
 )
 """Assumptions of every plan."""
+OFFLOAD = "actor.engine.offload takes no time: copies between GPU and host, and the optimizer step on the CPU"
+"""Assumption of a plan with offload and without a measured speed of the trainer."""
 
 
 def page(result: Plan) -> str:
@@ -172,7 +174,12 @@ def _assumption_lines(result: Plan) -> Iterator[str]:
     for name, rate in result.case.rates.items():
         unit = NEEDED[name].split(",")[0]
         yield f"  {name:<36}{rate.value:>14,.6g} {unit:<20}{rate.source}"
-    yield from (f"  {text}" for text in ALWAYS)
+    yield from (f"  {text}" for text in _always(result.case))
+
+
+def _always(case: Case) -> tuple[str, ...]:
+    is_assumed = case.rates["train_tokens_per_s"].source.startswith("assumed")
+    return (*ALWAYS, OFFLOAD) if is_assumed and getattr(case.run.config.actor.engine, "offload", False) else ALWAYS
 
 
 def line(result: Plan) -> str:
@@ -194,7 +201,7 @@ def line(result: Plan) -> str:
             "best_command": result.command,
             "candidates": [_candidate(candidate) for candidate in result.candidates],
             "left_out": [{"allocation": split.allocation, "reason": split.reason} for split in result.splits.left_out],
-            "assumptions": {name: asdict(rate) for name, rate in case.rates.items()} | {"always": ALWAYS},
+            "assumptions": {name: asdict(rate) for name, rate in case.rates.items()} | {"always": _always(case)},
         }
     )
 

@@ -82,16 +82,16 @@ class Device:
     bandwidth: float
     """Memory bandwidth in bytes per second."""
     memory: float
-    """Memory in bytes."""
+    """Memory in bytes that CUDA reports, which is less than on the data sheet; 80 GiB is rounded up."""
 
 
 DEVICES = {
     "H100": Device(989e12, 3.35e12, 80 * 2**30),
     "H800": Device(989e12, 3.35e12, 80 * 2**30),
-    "H200": Device(989e12, 4.8e12, 141 * 2**30),
+    "H200": Device(989e12, 4.8e12, 139.8 * 2**30),
     "A100": Device(312e12, 2.04e12, 80 * 2**30),
-    "L40S": Device(362e12, 0.864e12, 48 * 2**30),
-    "L4": Device(121e12, 0.3e12, 24 * 2**30),
+    "L40S": Device(362e12, 0.864e12, 44.4 * 2**30),
+    "L4": Device(121e12, 0.3e12, 22 * 2**30),
 }
 """Devices by name, with values from NVIDIA's data sheets, of the SXM version if there are several."""
 

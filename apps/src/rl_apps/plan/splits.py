@@ -74,16 +74,21 @@ def free_splits(estimator: Estimator, devices: int, per_node: int) -> Splits:
 
 
 def layouts(layout: Layout, devices: int) -> Iterator[Layout]:
-    """Yield the layouts of the devices with other numbers of servers and trainer replicas."""
+    """Yield the layouts of the devices with other numbers of servers and trainer replicas.
+
+    Numbers of replicas whose ranks do not divide into expert groups are left out.
+    """
     assert layout.rollout is not None
     server, replica = layout.rollout.strategy.model_size, layout.actor.strategy.model_size
     for replicas in range(1, devices // replica + 1):
         trainers = replicas * replica
         servers = (devices if layout.shared else devices - trainers) // server
         if servers >= 1 and not (layout.shared and trainers < devices):
-            yield replace(
-                layout, rollout=resized(layout.rollout, data=servers), actor=resized(layout.actor, data=replicas)
-            )
+            try:
+                actor = resized(layout.actor, data=replicas)
+            except ConfigError:
+                continue
+            yield replace(layout, rollout=resized(layout.rollout, data=servers), actor=actor)
 
 
 def server_size(estimator: Estimator, base: str, most: int) -> int:

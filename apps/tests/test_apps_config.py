@@ -145,8 +145,15 @@ def test_weights_directory_is_in_memory_only_for_shm(tmp_path):
     ("foreign", "name"),
     [
         ("learning_rate", "actor.optimizer.lr"),
+        ("max_new_tokens", "rollout.generation.max_new_tokens"),
+        ("reward", "rollout.reward"),
+        ("lora_rank", "actor.engine.lora.rank"),
         ("gconfig.n_samples", "rollout.group_size"),
         ("actor.eps_clip", "algorithm.loss.clip_low"),
+        ("temperature", "rollout.generation.temperature"),
+        ("eval_gconfig.temperature", "evaluation.temperature"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "evaluation.temperature"),
+        ("data.max_response_length", "rollout.generation.max_new_tokens"),
     ],
 )
 def test_foreign_name_of_a_setting_suggests_the_setting(foreign, name):

@@ -68,7 +68,7 @@ def test_synonyms_suggest_the_setting_of_the_row() -> None:
     for row in ROWS:
         settings = [name.partition("=")[0] for name in _code(row[3])]
         for name in (name.partition("=")[0] for cell in row[:3] for name in _code(cell)):
-            suggestion = SYNONYMS.get(name.rsplit(".", 1)[-1])
+            suggestion = SYNONYMS.get(name) or SYNONYMS.get(name.rsplit(".", 1)[-1])
             if suggestion and settings and not any(f"{setting}.".startswith(f"{suggestion}.") for setting in settings):
                 mismatches.append((name, suggestion, settings))
 

@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns its exit code."""
     replace_what_no_terminal_shows()
     hide_deprecations()
+    if "" not in sys.path:
+        sys.path.append("")  # sys.path[0] is the script's directory; dotted paths may name files in the current one
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.command == "run":
@@ -91,8 +93,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_checks(commands)
     parser.description = overview(apps, {action.dest: action.help or "" for action in commands._choices_actions})
     names = (*commands.choices, *apps)
-    if argv and argv[0] not in names and not argv[0].startswith("-"):
-        near = _MEANT.get(argv[0]) or did_you_mean(argv[0], names)
+    if argv and argv[0] not in (*names, "-h", "--help", "--version"):
+        options = " Options follow the command." if argv[0].startswith("-") else ""
+        near = options or _MEANT.get(argv[0]) or did_you_mean(argv[0], names)
         raise ConfigError(f"{argv[0]}: there is no such command or app.{near} `rl --help` lists them.")
     if argv and argv[0] in apps and argv[0] not in commands.choices:  # `rl grpo` is `rl run grpo`
         argv = ["run", *argv]

@@ -37,6 +37,7 @@ from rl_contracts.engine import TrainEngineConfig
 from rl_contracts.errors import ConfigError, did_you_mean
 from rl_contracts.inference import ServerConfig
 from rl_contracts.scheduler import SchedulerConfig
+from rl_monitor.run_directory import flatten
 
 CONF = Path(__file__).parents[1] / "conf"
 """Directory of the commands' default files and of the presets."""
@@ -85,8 +86,8 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
     try:
         for layer in layers:
             _check_sections(layer, base)
-        _apply_recipe(layers, base)
         choices = _pop_presets(layers, base)
+        _apply_recipe(layers, base)
         component_fields = dict(_component_fields(base))
         defaults = {"allocation": base.allocation, "launcher": {"kind": base.launcher.kind}}
         merged: Any = OmegaConf.merge(defaults, *layers)
@@ -107,7 +108,7 @@ def compose[T](schema: type[T], files: Sequence[Path] = (), overrides: Sequence[
                 OmegaConf.update(plain, path, OmegaConf.merge(*engine_settings), force_add=True)
         result = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(base), plain))
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error, base, overrides, components)) from error
+        raise ConfigError(_explain(error, base, layers, components)) from error
     except ConfigError as error:  # a section knows its field names only: add the path of the section
         name = str(error).partition(":")[0].partition(" with ")[0]
         keys = [key for key in (text.partition("=")[0] for text in overrides) if key.endswith(f".{name}")]
@@ -203,7 +204,9 @@ def _override(text: str) -> DictConfig:
             f"brackets, quotes or operators: \"{key.strip()}='...'\"."
         ) from error
     if parsed.is_delete() or parsed.is_sweep_override():
-        several = "join components with `+`" if key == "allocation" else f"write a list as {key}=[A,B]"
+        several = (
+            "join components with `+`" if key == "allocation" else f"if the setting takes a list, write {key}=[A,B]"
+        )
         raise ConfigError(f"argument {text!r}: expected key=value with one value, found several; {several}.")
     layer = OmegaConf.create()
     OmegaConf.update(layer, parsed.key_or_group, parsed.value(), force_add=True)
@@ -363,7 +366,7 @@ _WRONG_TYPE = re.compile(r"Value ('.*') (?:of type .* could not be converted to|
 _TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
 
-def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict[str, str]) -> str:
+def _explain(error: Any, config: Any, layers: Sequence[DictConfig], components: dict[str, str]) -> str:
     """Return a message for settings that do not fit: the key, the problem, and the nearest valid key.
 
     If another component has the setting, the message names that component.
@@ -371,15 +374,20 @@ def _explain(error: Any, config: Any, overrides: Sequence[str], components: dict
 
     key, first = error.full_key or "", str(error).strip().splitlines()[0]
     values = {name: value for name, value, _ in describe(config)}
+    if "is not a subclass of" in first:
+        return _section_error(key, first.rpartition("value: ")[2])
     if not isinstance(error, ConfigKeyError):
         more = f" `--help {key}` shows its type and default." if key in values else ""
         if wrong := _WRONG_TYPE.match(first):
             first = f"expected {_TYPE_NAMES[wrong[2]]}, found {wrong[1]}"
+        elif first.startswith("Cannot convert 'ListConfig' to string: "):
+            first = f"expected a text, found the list {first.partition(': ')[2].strip(chr(39))}"
         elif "is not a ListConfig" in first:
             first = f"expected a list, {key}=[ONE,...]"
         return f"{key}: {first.rstrip('.')}.{more}" if key else first
-    # the whole key of the override, not only its section
-    key = next((text.split("=")[0] for text in overrides if text.startswith(f"{key}.")), key)
+    # the whole key of the setting, not only its section
+    names = (name for layer in layers for name in flatten(OmegaConf.to_container(layer)))
+    key = next((name for name in names if name.startswith(f"{key}.")), key)
     for path, base_type in _component_fields(config):
         if not (components.get(path) and key.startswith(f"{path}.")):
             continue
@@ -408,6 +416,8 @@ def _hint(key: str, values: Mapping[str, Any]) -> str:
     section, _, leaf = key.rpartition(".")
     if leaf in ASSIGNMENTS:
         return f" Use {ASSIGNMENTS[leaf]}."
+    if (synonym := SYNONYMS.get(key.removeprefix("actor_rollout_ref."))) in values:
+        return f" Did you mean {synonym!r}?"
     while section and not any(candidate.startswith(f"{section}.") for candidate in values):
         section = section.rpartition(".")[0]
     suggested = _same_meaning(leaf, values)

@@ -126,14 +126,12 @@ def layout_of(allocation: str, servers: str) -> Layout:
         require(len(parsed.components) == len(parsed.inference) == 1, "allocation", expected, allocation)
         process = Component("none", "evaluate", ParallelStrategy(), ComponentKind.TRAIN)
         return Layout(process, parsed.inference[0], trains=False)
+    example = "One server and one trainer are embedded:d1+fsdp:d1."
     if len(parsed.train) != 1:
-        raise ConfigError(
-            f"allocation={allocation}: expected one trainer, found {len(parsed.train)}. One server and one trainer are "
-            "embedded:d1+fsdp:d1."
-        )
+        raise ConfigError(f"allocation={allocation}: expected one trainer, found {len(parsed.train)}. {example}")
     (actor,), server_kinds = parsed.train, len(parsed.inference)
     if server_kinds > 1 or (servers == "required" and not server_kinds):
-        raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {server_kinds}.")
+        raise ConfigError(f"allocation={allocation}: expected servers of one kind, found {server_kinds}. {example}")
     if servers == "rejected" and server_kinds:
         raise ConfigError(f"allocation={allocation}: this command uses no servers; use {actor} alone.")
     return Layout(actor, parsed.inference[0] if server_kinds else None, shared=len(parsed.groups[0]) > 1)

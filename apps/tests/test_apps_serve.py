@@ -1,6 +1,8 @@
 """Errors of `rl serve` before it loads a model."""
 
+import os
 import shutil
+import socket
 
 import pytest
 
@@ -33,3 +35,11 @@ def test_serve_invalid_model_or_address_reports_one_line(
     assert main(["serve", str(tmp_path / directory), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_serve_port_in_use_is_rejected_before_the_model_loads(model, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code = main(["serve", str(model), "--port", str(taken.getsockname()[1])])
+
+    assert code == 2
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err

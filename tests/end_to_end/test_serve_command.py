@@ -76,3 +76,20 @@ def test_serve_answers_the_openai_client_until_a_signal(tmp_path: Path) -> None:
     assert first == again != other
     assert code == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_serve_signal_during_a_completion_reports_no_failure(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", layers=1, hidden=32)
+    with serving(model, tmp_path / "log", "secret") as (url, process):
+        client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+        stream = client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": QUESTION}], stream=True
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+        log = (tmp_path / "log").read_text()
+
+    assert code == 0
+    assert len(log.splitlines()) == 1, log

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_apps.cli.generate import model_of
 from rl_apps.run.chat_template import read_tokenizer
@@ -18,6 +20,10 @@ from rl_contracts.models.directory import context_length
 from rl_contracts.runtime.machine import is_loopback
 from rl_inference import EmbeddedEngine, EmbeddedEngineConfig
 from rl_inference.backends.embedded.config import ServerOptions
+from rl_launchers.local.resources import PortReservation
+
+if TYPE_CHECKING:
+    from rl_workflows.agents.endpoint.config import EndpointConfig
 
 KEY_VARIABLE = "RL_API_KEY"
 """Environment variable with the key that clients must send."""
@@ -35,18 +41,22 @@ def serve(path: Path, host: str = "127.0.0.1", port: int = 8000, device: str = "
 
     Raises:
         ModelError: the model cannot be served.
-        ConfigError: the host needs a key, the address is in use, or the tokenizer has no chat template.
+        ConfigError: the host needs a key, or the tokenizer has no chat template.
+        LaunchError: the address is in use.
     """
     from rl_inference.embedded_server.__main__ import run
+    from rl_workflows.agents.endpoint.config import EndpointConfig
 
     key = os.environ.get(KEY_VARIABLE, "")
     expected = f"a loopback address (127.0.0.1), or a key for the clients in the environment variable {KEY_VARIABLE}"
     require(bool(key) or is_loopback(host), "--host", expected, host)
+    endpoint = EndpointConfig(host=host, port=port)
+    PortReservation(host, port).release()  # reports an address in use before the model is loaded
     directory = model_of(path, "rl serve")
     check_generates(str(directory), directory)
     dtype = _dtype_on(device) if dtype == "auto" else dtype
     spec = ServeSpec(str(directory), device=device or "auto")
-    return run(_serve(ServerOptions(EmbeddedEngineConfig(dtype=dtype), spec, port=0), host, port, key))
+    return run(_serve(ServerOptions(EmbeddedEngineConfig(dtype=dtype), spec, port=0), endpoint, key))
 
 
 def _dtype_on(device: str) -> str:
@@ -57,13 +67,13 @@ def _dtype_on(device: str) -> str:
     return "bfloat16" if on_gpu and gpus_have_bfloat16() else "float32"
 
 
-async def _serve(options: ServerOptions, host: str, port: int, key: str) -> int:
+async def _serve(options: ServerOptions, config: EndpointConfig, key: str) -> int:
     """Run the embedded server on a free port, and the endpoint in front of it."""
     from rl_inference.embedded_server.__main__ import serve as serve_model
-    from rl_workflows.agents.endpoint.config import EndpointConfig
     from rl_workflows.agents.endpoint.server import HttpRolloutEndpoint
 
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warnings on the import of torchao
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # prompts that are rejected
     directory, run_key = Path(options.spec.model_path), secrets.token_urlsafe()
     tokenizer = await asyncio.to_thread(read_tokenizer, directory)
     address = asyncio.get_running_loop().create_future()
@@ -71,14 +81,21 @@ async def _serve(options: ServerOptions, host: str, port: int, key: str) -> int:
     await asyncio.wait({server, address}, return_when=asyncio.FIRST_COMPLETED)
     if server.done():
         return server.result()
+    stopped = asyncio.Event()
     async with EmbeddedEngine(options.config, options.spec) as engine:
         engine.initialize([f"http://{address.result()}"], run_key)
-        endpoint = HttpRolloutEndpoint(tokenizer, EndpointConfig(host=host, port=port))
+        endpoint = HttpRolloutEndpoint(tokenizer, config)
         try:
             limit = context_length(str(directory))
             name = directory.resolve().name
             endpoint.serve(engine, GenerationConfig(max_new_tokens=limit or 1 << 20), limit, name, key)
+            for signum in (signal.SIGTERM, signal.SIGINT):  # instead of the server's handlers, to end the server last
+                asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
             print(f"serving {directory} at {endpoint.url}/v1; Ctrl-C ends it", flush=True)
-            return await server
+            stop = asyncio.create_task(stopped.wait())
+            await asyncio.wait({server, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await endpoint.destroy()
+    server.cancel()
+    await asyncio.wait({server})
+    return 0 if server.cancelled() else server.result()

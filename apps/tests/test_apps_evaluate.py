@@ -1,6 +1,7 @@
 """`rl evaluate`: which model and settings it uses, mistakes before anything starts, and its tables."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rl_apps.programs.gsm8k_grpo import APP as GRPO
 from rl_apps.programs.gsm8k_sft import APP as SFT
 from rl_apps.settings.compose import to_yaml
 from rl_contracts.errors import ConfigError, ModelError
+from rl_contracts.runtime.run_files import STAGE_FILE
 from rl_contracts.testing.models import make_tiny_model
 
 QUESTIONS = [{"messages": f"{n} + 1?", "answer": str(n + 1), "level": n % 2} for n in range(4)]
@@ -75,6 +77,7 @@ def test_evaluation_inherits_data_sampling_and_servers_of_run(tmp_path):
     assert (config.data.name, config.data.columns, config.seed) == ("gsm8k", {"question": "problem"}, 7)
     assert (config.generation.max_new_tokens, config.evaluation.n, config.evaluation.of("math").n) == (99, 2, 4)
     assert (config.allocation, config.rollout.server.max_sequences, config.rollout.port) == ("embedded:d2", 3, 0)
+    assert config.total_steps == 0  # the report shows no training
     assert (config.model.path, config.model.chat_template, config.by) == (model.path, "", ["level"])
 
 
@@ -92,7 +95,8 @@ def test_evaluation_of_run_without_servers_has_an_embedded_one(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model"], "data.name: expected the data to evaluate on, such as data.name=gsm8k"),
+        (["model"], "data.name: expected the data to evaluate model on, such as data.name=gsm8k"),
+        (["model", "evaluation.sets.a.n=2"], "evaluation.sets.a.data.name: expected the data to evaluate model on"),
         ([*CHAT], "rl evaluate: expected a run, a checkpoint, a model directory or a hub id"),
         (["model", *CHAT, "--by", "subject"], "--by: expected a column of the data (answer, level), found 'subject'"),
         (["model", *CHAT, "rollout.reward=nope"], "unknown name 'nope'"),
@@ -114,10 +118,34 @@ def test_evaluate_mistake_ends_before_a_process_starts(directory, capsys, words,
     assert not Path("runs/evaluate").exists() or not [*Path("runs/evaluate").iterdir()]
 
 
+def test_evaluate_reward_finds_module_in_current_directory(directory, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (directory / "rewards_here.py").write_text(REWARD)
+    assert main.main(["evaluate", "model", *CHAT, "rollout.reward=rewards_here:f", "--dry-run"]) == 0
+
+
 def test_evaluate_reward_that_fails_is_reported_by_the_trial_episode(directory, capsys):
     (directory / "bad.py").write_text(REWARD.replace("1.0", "1 / 0"))
     assert main.main(["evaluate", "model", *CHAT, "rollout.reward=bad.py:f"]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_evaluate_dry_run_names_the_sets(directory, capsys):
+    sets = ("evaluation.sets.eight.n=8", "evaluation.sets.none.examples=0")
+    assert main.main(["evaluate", "model", *CHAT, *sets, "--dry-run"]) == 0
+    assert "would evaluate model on held-out, eight: " in capsys.readouterr().out
+
+
+def test_evaluate_progress_counts_the_examples_of_a_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "MESSAGE_SECONDS", 0.0)
+    progress = evaluate._Progress(tmp_path)
+    progress([])
+    (tmp_path / STAGE_FILE).write_text(json.dumps({"stage": "evaluating eight", "since": 0.0, "progress": [3, 9]}))
+    progress([])
+    assert capsys.readouterr().out.splitlines() == [
+        "0 s, preparing the evaluation",
+        "0 s, evaluating eight, 3 of 9 examples",
+    ]
 
 
 def test_evaluate_by_command_line_accepts_settings_after_options():

@@ -115,6 +115,14 @@ SETTINGS = {
     "value-for-section": (*_set("rollout=3"), "expected the settings in it, rollout.NAME=VALUE"),
     "value-for-inner-section": (*_set("actor.optimizer=adam"), "actor.optimizer.NAME=VALUE"),
     "preset-of-section-without-presets": (*_set("data=word-problems"), "the settings in it, data.NAME=VALUE"),
+    "model-in-place-of-its-section": (("gsm8k-grpo", "model=theirs"), {}, "the settings in it, model.NAME=VALUE"),
+    "value-for-optional-section": (*_set("actor.engine.lora=16"), "the settings in it, actor.engine.lora.NAME=VALUE"),
+    "nested-foreign-name-in-a-file": (
+        *_file("actor_rollout_ref: {rollout: {n: 8}}"),
+        "Did you mean 'rollout.group_size'?",
+    ),
+    "added-in-an-unknown-section": (*_set("+trainer.total_steps=5"), "Did you mean 'total_steps'?"),
+    "list-for-text": (*_set("rollout.reward=[gsm8k,length]"), "expected a text, found the list ['gsm8k', 'length']"),
     "value-for-options": (*_set("data.options=foo"), "`--help data.options` shows its type"),
     "addresses-not-a-list": (
         *_set("rollout.server.addresses=http://here:1"),
@@ -157,7 +165,7 @@ ALLOCATIONS = {
     "comma": (*_set("allocation=embedded:d1,fsdp:d1"), "join components with `+`"),
     "no-size": (*_set("allocation=embedded"), "expected ':', found the end; example: embedded:d1+fsdp:d1"),
     "no-trainer": (*_set("allocation=embedded:d1"), "expected one trainer, found 0"),
-    "no-servers": (*_set("allocation=fsdp:d1"), "expected servers of one kind, found 0"),
+    "no-servers": (*_set("allocation=fsdp:d1"), "found 0. One server and one trainer are embedded:d1+fsdp:d1."),
     "servers-not-allowed": (*_set("allocation=embedded:d1+fsdp:d1", command=DPO), "use fsdp:d1 alone"),
     "heads-of-a-model-not-built-yet": (
         *_set("model.path=embedded", "allocation=embedded:d1+megatron:t3"),
@@ -192,6 +200,7 @@ CONFLICTS = {
 WORDS = {
     "flag": (*_set("--total_steps", "12"), "'--total_steps': expected key=value; use total_steps=12."),
     "flag-of-another-library": (*_set("--learning-rate", "1e-5"), "expected key=value; use actor.optimizer.lr=1e-5."),
+    "flag-to-resume": (*_set("--resume", "other"), "expected key=value; use resume_from=other."),
     "flag-with-its-value": (*_set("--num_generations=4"), "expected key=value; use rollout.group_size=4."),
     "flag-without-value": (*_set("--use_vllm", "seed=3"), "expected key=value; use allocation=vllm:d1+fsdp:d1."),
     "flag-of-nothing": (*_set("--zzzzzz"), "expected key=value, such as total_steps=20, --config FILE.yaml"),
@@ -200,7 +209,7 @@ WORDS = {
     "no-name": (*_set("=3"), "'=3': expected key=value"),
     "space-before-equals-sign": (*_set("total_steps =3"), "\"total_steps='...'\""),
     "bracket": (*_set("data.options=["), "quotes or operators: \"data.options='...'\""),
-    "sweep": (*_set("total_steps=1,2"), "found several; write a list as total_steps=[A,B]"),
+    "sweep": (*_set("total_steps=1,2"), "found several; if the setting takes a list, write total_steps=[A,B]"),
     "help-of-nothing": (*_set("--help", "rollot"), "Did you mean 'rollout'? Sections: model, data"),
     "file-missing": (*_set("--config", "nowhere.yaml"), "`--cfg job` prints an example"),
     "file-cut-off": (
@@ -239,9 +248,18 @@ DATA = {
         *_set("data.name=word-problems", "data.columns.question=q"),
         "data.columns: expected none: data.name=word-problems has no renamable columns",
     ),
+    "batch-above-the-examples": (
+        *_set("data.batch_size=33", command=SFT),
+        "data.batch_size: expected at most the number of training examples (32), found 33.",
+    ),
 }
 TOOLS = {
     "command": (("grop",), {}, "grop: there is no such command or app. Did you mean 'grpo'?"),
+    "option-before-command": (
+        ("--config", "mine.yaml", "grpo"),
+        {},
+        "--config: there is no such command or app. Options follow the command.",
+    ),
     "command-of-another-library": (("train",), {}, "Use an app, such as `rl grpo` or `rl sft`."),
     "no-command": ((), {}, "`rl --help` lists the arguments"),
     "run-of-nothing": (("run", "grop"), {}, "did you mean 'grpo'?"),
@@ -420,7 +438,21 @@ def test_resuming_with_another_kind_of_model_is_rejected(
     error = refused(GRPO, RUN | {"other/config.json": other, "run/config.yaml": config})
 
     assert "model.path: expected the architecture and size of other, the model of the run in" in error
-    assert "(or another run_dir), found 'model'" in error
+    assert "(or start a new run), found 'model'" in error
+
+
+def test_resume_from_run_with_another_model_is_rejected(refused: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    files = {
+        "other/config.json": json.dumps(settings | {"num_hidden_layers": 9}),
+        "source/config.yaml": to_yaml(grpo.APP.config(["model.path=other"])),
+        "source/recover/step_3/manifest.json": json.dumps({"step": 3, "ranks": 1, "files": {}}),
+    }
+
+    error = refused((*GRPO, "resume_from=source"), files)
+
+    assert "the model of the run in source (or start a new run), found 'model'" in error
 
 
 def test_slurm_that_does_not_respond_is_reported(

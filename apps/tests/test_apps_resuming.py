@@ -66,9 +66,9 @@ def test_resume_from_in_a_repeated_command_uses_the_newest_checkpoint(other):
     assert previous_run(run).step == 20
 
 
-@pytest.mark.parametrize("name", ["15", "recover"])
-def test_resume_from_without_a_checkpoint_raises(other, name):
-    with pytest.raises(ConfigError, match="is no recovery checkpoint"):
+@pytest.mark.parametrize(("name", "found"), [("15", "only those of steps 10, 20"), ("recover", "none in recover")])
+def test_resume_from_without_a_checkpoint_raises(other, name, found):
+    with pytest.raises(ConfigError, match=f"resume_from={name}: expected a recovery checkpoint, found {found}"):
         named_point(_run(other, f"resume_from={name}"))
 
 

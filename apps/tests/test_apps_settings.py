@@ -135,7 +135,7 @@ def runs(directory):
             for kind, version in (("vllm", "0.32.0"), ("sglang", "0.5.23"))
         },
         # a restarted server, and a run that is asked to stop
-        ("pytest", "-q", "--all", *tests, "-k", "restarts_outside_window or signal_saves_checkpoint"): 0,
+        ("pytest", "-q", "--all", *tests, "-k", "lost_is_restarted or sigterm_saves_checkpoint"): 0,
     }
 
 

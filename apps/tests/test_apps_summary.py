@@ -50,6 +50,13 @@ def test_after_grpo_graded_reward_is_not_called_accuracy(tmp_path):
     assert "accuracy" not in text
 
 
+def test_after_grpo_without_steps_reports_the_initial_accuracy(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/reward": 0.5, "eval/accuracy": 0.5}))
+    lines = after_grpo(GRPOConfig(total_steps=0), tmp_path)
+    assert "Held-out accuracy (greedy): 0.500" in lines
+    assert not any(line.startswith("Try next") for line in lines)
+
+
 def test_after_grpo_names_each_evaluation_set(tmp_path):
     records = [
         {"step": 0, "eval/math/reward": 0.25, "eval/math/accuracy": 0.25, "eval/code/reward": 0.4},
@@ -96,6 +103,13 @@ def test_next_command_quotes_any_directory(tmp_path, name):
     assert words[0] == f"{directory}/config.yaml"
     config = compose.compose(GRPOConfig, overrides=["allocation=embedded:d1+fsdp:d1", *words[1:]])
     assert config.run_dir == f"{directory}-on-policy"
+
+
+def test_summary_of_on_policy_run_does_not_propose_the_same_run(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    config = GRPOConfig()
+    config.rollout.max_staleness = 0
+    assert not any(line.startswith("Try next") for line in after_grpo(config, tmp_path))
 
 
 def test_last_checkpoint_ignores_other_directories(tmp_path):

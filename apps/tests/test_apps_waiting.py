@@ -1,5 +1,6 @@
 """Messages of a command while a run starts."""
 
+import io
 import json
 import re
 import time
@@ -10,6 +11,11 @@ from rich.console import Console
 from rl_apps.cli.driver import WaitingDisplay
 from rl_contracts.scheduler import Worker, WorkerStatus
 from rl_monitor.progress import RunProgress
+
+
+def _append(log: Path, text: str) -> None:
+    with log.open("a") as file:
+        file.write(text)
 
 
 def test_waiting_display_reports_workers_until_first_step(tmp_path, monkeypatch):
@@ -23,15 +29,17 @@ def test_waiting_display_reports_workers_until_first_step(tmp_path, monkeypatch)
     with RunProgress(metrics, 9, {}, console) as progress:
         waiting = WaitingDisplay(progress, metrics)
         waiting.tick(workers)
-        log.write_text(
+        _append(
+            log,
             "2026-11-26 21:16:48.105 INFO [server/0] rl.inference: before\n"
-            "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n"
+            "\x1b[36m(EngineCore pid=7)\x1b[0;0m INFO 11-26 21:16:49 [core.py:114] init of [red] engine\n\n",
         )
         waiting.tick(workers)
-        log.write_text(
+        _append(
+            log,
             "Loading:  0%\rLoading: 50%\n2026-11-26 21:16:48.105 INFO [server/0] rl.inference: to serve\n"
             "/site/torch/a.py:64: FutureWarning: a is deprecated\n  warnings.warn(a)\n"
-            "W1126 21:16:48.910000 93 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n"
+            "W1126 21:16:48.910000 93 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n",
         )
         waiting.tick(workers)
         log.unlink()
@@ -63,6 +71,19 @@ def test_waiting_display_reports_workers_until_first_step(tmp_path, monkeypatch)
     ]
 
 
+def test_waiting_display_after_library_warning_omits_earlier_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_apps.cli.driver.MESSAGE_SECONDS", 0.0)
+    console, log = Console(record=True, width=200), tmp_path / "a.log"
+    log.write_text("2026-11-26 20:00:00.000 INFO [trainer/0] rl.trainers: stopped after step 2\n")
+    with RunProgress(tmp_path / "metrics.jsonl", 9, {}, console) as progress:
+        waiting = WaitingDisplay(progress, tmp_path / "metrics.jsonl")
+        waiting.tick([Worker("actor", 0, "here", None, log)])
+        _append(log, "W1126 21:16:48.910000 93 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n")
+        waiting.tick([Worker("actor", 0, "here", None, log)])
+
+    assert "stopped" not in console.export_text()
+
+
 def test_waiting_display_does_not_report_failed_server_as_ready(tmp_path):
     console = Console(record=True, width=200)
     worker = Worker("rollout", 0, "here", 1, tmp_path / "r.log")
@@ -73,3 +94,15 @@ def test_waiting_display_does_not_report_failed_server_as_ready(tmp_path):
         waiting.tick([worker])
 
     assert "ready" not in console.export_text()
+
+
+def test_waiting_display_in_resumed_run_shows_start_in_terminal(tmp_path):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 4}\n')
+    with RunProgress(metrics, 9, {}, Console(file=terminal, force_terminal=True)) as progress:
+        waiting = WaitingDisplay(progress, metrics)
+        waiting.show("starting servers and trainers")
+        waiting.tick([Worker("rollout", 0, "here", 1, tmp_path / "r.log")])
+        assert progress._screen.view.stage == "starting servers and trainers"

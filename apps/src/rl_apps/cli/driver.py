@@ -169,7 +169,7 @@ def _main(reference: str, app: App, argv: list[str], parent: int) -> int:
             return 0
         config.model.directories = find_models(config.model_paths(), fetch=not line.dry_run)
         if past.step:
-            check_started_from(run)
+            check_started_from(run, point)
         check_run(run)
         if not line.dry_run:
             headline = f"resuming after step {past.step} of {config.total_steps}" if past.step else "run directory"
@@ -229,6 +229,8 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
     ):
         make = partial(_initial_model, app, run, progress.print_message)
         config.model.directories[config.model.path] = str(make(warm_up=False))
+        if step:
+            check_started_from(run, named_point(run))
         if addresses := attached(config, run.layout):
             progress.print_message(f"checking the servers at {', '.join(addresses)}")
             check_attached(run, step)
@@ -250,7 +252,7 @@ def launch(reference: str, app: App, run: Run[Any], devices: Devices, parent: in
         servers, waiting = server_jobs(run, devices), WaitingDisplay(progress, metrics)
         if sentence := expectation(app, run, devices.cores_each):
             say(sentence)
-        progress.print_message("starting servers and trainers" if servers else "starting trainers")
+        waiting.show("starting servers and trainers" if servers else "starting trainers")
         try:
             with tracking:
                 code = launcher.run(
@@ -383,7 +385,7 @@ class WaitingDisplay:
         self._progress.rewind()
         self._before = _size(self._metrics)
         self._begin, self._next_message, self._starting = time.monotonic(), 0.0, set[str]()
-        self._ended = False
+        self._ended, self._message = False, ""
         self._old: dict[Path, int] = {}  # size of each log in bytes at the first tick
 
     def tick(self, workers: Sequence[Worker]) -> None:
@@ -399,24 +401,34 @@ class WaitingDisplay:
         running = {w.name for w in workers if w.status == "running"}
         ready, self._starting = self._starting & running, starting
         grown_logs = [w.log for w in workers if _size(w.log) > self._old.setdefault(w.log, _size(w.log))]
+        stage = "" if starting else describe_stage(self._metrics.parent)
         if ready:
-            self._progress.print_message(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
+            self.show(f"{', '.join(sorted(ready))} ready after {seconds:.0f} s")
         if seconds >= self._next_message + MESSAGE_SECONDS:
             self._next_message = seconds
             pending = [w for w in workers if w.name in starting] or list(workers)
             names = ", ".join(w.name for w in pending[:4]) + (", ..." if len(pending) > 4 else "")
             what = f"for {names} to start" if starting else "for the first step"
             logs = (w.log for w in pending if w.log in grown_logs)
-            last_line = next((f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log))), "")
-            stage = "" if starting else describe_stage(self._metrics.parent)
+            last_line = next(
+                (f"logs/{log.name}: {line}" for log in logs if (line := _last_log_line(log, self._old[log]))), ""
+            )
             waiting = "" if evaluated else f"{seconds:.0f} s, waiting {what} ({last_line or 'see logs/'})"
-            if message := stage or waiting:
-                self._progress.print_message(message)
+            self.show(stage or waiting)
+        if stage:
+            self._message = ""
+        self.show(self._message)  # a resumed run has records, so the live view would state that it is training
+
+    def show(self, message: str) -> None:
+        """Show a message until the next one, or until a stage of the trainers. An empty one shows nothing."""
+        self._message = message
+        if message:
+            self._progress.print_message(message)
 
 
-def _last_log_line(log: Path) -> str:
-    """Return the last line of a log, shortened, without time and process. Warnings of libraries are skipped."""
-    lines = _LIBRARY_WARNING.sub("", _COLOR.sub("", tail(log, 20))).splitlines()
+def _last_log_line(log: Path, offset: int) -> str:
+    """Return the last line of a log after byte `offset`, shortened, without time, process and warnings of libraries."""
+    lines = _LIBRARY_WARNING.sub("", _COLOR.sub("", tail(log, 20, offset))).splitlines()
     texts = (_LOG_PREFIX.sub("", line, count=1) for line in reversed(lines))
     return shorten(next(filter(str.strip, texts), ""), 100)
 

@@ -16,7 +16,7 @@ import yaml
 
 from rl_apps.cli.driver import trainer_job
 from rl_apps.preflight.servers import check_attached, check_program
-from rl_apps.programs.evaluate import RESULT, check, try_episodes
+from rl_apps.programs.evaluate import HELD_OUT, RESULT, check, try_episodes
 from rl_apps.run.app import Run
 from rl_apps.run.chat_template import save_tokenizer
 from rl_apps.run.components import attached, server_jobs
@@ -27,12 +27,12 @@ from rl_apps.settings.config import EvaluateConfig, SamplingSettings
 from rl_apps.settings.data import DataConfig
 from rl_apps.settings.device_layout import Devices, devices_of, layout_of, run_directory
 from rl_apps.settings.dtypes import gpus_have_bfloat16, resolve_dtypes
-from rl_apps.settings.evaluation_sets import EvaluationSettings, config_of
+from rl_apps.settings.evaluation_sets import EvaluationSettings, config_of, evaluated_configs
 from rl_apps.settings.model import MADE, find_models, make_model
 from rl_contracts.allocation import Allocation
 from rl_contracts.config import require
 from rl_contracts.errors import ModelError
-from rl_contracts.runtime.run_files import steps_in
+from rl_contracts.runtime.run_files import read_stage, steps_in
 from rl_contracts.scheduler import RUN_KEY_VARIABLE, Worker
 from rl_launchers import Launcher, RunControl, uv_parent
 from rl_monitor.run_directory import names_of, read_config
@@ -112,6 +112,7 @@ def compose_config(model: Model, overrides: Sequence[str], by: Sequence[str]) ->
         config = compose(EvaluateConfig, [file], overrides)
     config.model.path, config.by = model.path, [*config.by, *by]
     config.publish.route = "broadcast"  # nothing is published; this route needs no directory
+    config.total_steps = 0
     options = config.launcher.options
     expected = "a launcher that starts processes, such as local"
     require(options is not None and not options.submits(), "launcher.kind", expected, config.launcher.kind)
@@ -154,7 +155,8 @@ def evaluate(
         results: list[dict[str, Any]] = []
         code = 0
         for model, (run, devices) in zip(models, prepared, strict=True):
-            _print(f"{'would evaluate' if dry_run else 'evaluating'} {model.path}: {devices.sentence}")
+            sets = ", ".join(name or HELD_OUT for name in evaluated_configs(run.config))
+            _print(f"{'would evaluate' if dry_run else 'evaluating'} {model.path} on {sets}: {devices.sentence}")
             code = 0 if dry_run else _launch(run, devices, parent)
             if code:
                 _print("Stopped.")
@@ -226,7 +228,7 @@ def _launch(run: Run[EvaluateConfig], devices: Devices, parent: int) -> int:
             lambda workers: [
                 replace(trainer_job(REFERENCE, run, devices, addresses or [w.address for w in workers]), gpus=0)
             ],
-            on_tick=_Progress(),
+            on_tick=_Progress(run.directory),
             together=True,
         )
 
@@ -234,7 +236,8 @@ def _launch(run: Run[EvaluateConfig], devices: Devices, parent: int) -> int:
 class _Progress:
     """Prints the state of an evaluation every `MESSAGE_SECONDS`."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._begin = time.monotonic()
         self._next = MESSAGE_SECONDS
 
@@ -244,7 +247,9 @@ class _Progress:
         if seconds >= self._next:
             self._next = seconds + MESSAGE_SECONDS
             starting = ", ".join(worker.name for worker in workers if worker.status == "starting")
-            _print(f"{seconds:.0f} s, {f'waiting for {starting} to start' if starting else 'evaluating'}")
+            stage = read_stage(self._directory) or {"stage": "preparing the evaluation", "progress": []}
+            progress = ", {} of {} examples".format(*stage["progress"]) if stage["progress"] else ""
+            _print(f"{seconds:.0f} s, {f'waiting for {starting} to start' if starting else stage['stage'] + progress}")
 
 
 def _result(model: Model, run: Run[EvaluateConfig]) -> dict[str, Any]:

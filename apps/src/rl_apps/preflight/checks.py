@@ -289,10 +289,11 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
         form: form of the examples, see `load_rows`.
 
     Returns:
-        A sentence about batch size and steps of the run.
+        A sentence about the batch size.
 
     Raises:
-        ConfigError: a setting is not supported by these commands, or the batch size is not divisible.
+        ConfigError: a setting is not supported by these commands, or the batch size is not divisible or above the
+            number of examples.
         DataError: the data cannot be used.
     """
     config = run.config
@@ -306,5 +307,6 @@ def check_rows(run: Run[Any], form: str) -> list[str]:
     rows = load_rows(config.data, "train", form, config.seed)
     check_held_out(run, form)
     check_batch(config.data.batch_size, 1, 1, run.layout.actor.strategy.data)
-    unit = "pairs" if form == "pairs" else "examples"
-    return [f"{config.data.batch_size} of {len(rows)} {unit} per step, {config.total_steps} steps"]
+    unit, size = "pairs" if form == "pairs" else "examples", config.data.batch_size
+    require(size <= len(rows), "data.batch_size", f"at most the number of training {unit} ({len(rows)})", size)
+    return [f"{size} of {len(rows)} {unit} per step"]

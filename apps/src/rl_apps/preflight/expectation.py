@@ -100,21 +100,24 @@ def _seconds_on_cpu(run: Run[Any], sizes: ModelSizes, tokens: StepTokens, cores:
 
 
 def _measure_flops(sizes: ModelSizes, cores: int) -> float:
-    """Return the floating-point operations per second of a matrix product with the shape of an MLP of the model."""
+    """Return the floating-point operations per second of a matrix product with the shape of an MLP of the model.
+
+    It is measured in one thread: on a busy machine, threads that wait for each other are up to 100 times slower.
+    """
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(cores)
+    torch.set_num_threads(1)
     try:
         rows, weights = torch.ones(PROBE_ROWS, sizes.hidden), torch.ones(sizes.hidden, sizes.intermediate)
-        rows @ weights  # the first product starts the threads
+        rows @ weights  # the first product is slower
         products, begin = 0, time.perf_counter()
         while (seconds := time.perf_counter() - begin) < PROBE_SECONDS or not products:
             rows @ weights
             products += 1
     finally:
         torch.set_num_threads(threads)
-    return 2 * products * PROBE_ROWS * sizes.hidden * sizes.intermediate / seconds
+    return cores * 2 * products * PROBE_ROWS * sizes.hidden * sizes.intermediate / seconds
 
 
 def _step_tokens(app: App, run: Run[Any]) -> StepTokens:

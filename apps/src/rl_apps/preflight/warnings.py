@@ -56,7 +56,7 @@ def _warn_learning_rate(config: RunConfig) -> Iterator[str]:
     if optimizer.name.startswith("adamw") and optimizer.lr > HIGHEST_RATE:
         yield f"{setting} is above {HIGHEST_RATE:g}, so training probably diverges; use 1e-6 to 1e-3"
     if getattr(config.actor.engine, "lora", None) and 0 < optimizer.lr < LOWEST_ADAPTER_RATE:
-        yield f"{setting} is low for LoRA adapters, which then hardly change; use 1e-5 to 1e-4"
+        yield f"{setting} is low for LoRA adapters, which then hardly change; use 1e-5 to 1e-3"
 
 
 def _warn_passes(config: RunConfig, form: str) -> Iterator[str]:

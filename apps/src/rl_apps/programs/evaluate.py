@@ -24,6 +24,7 @@ from rl_contracts.config import require
 from rl_contracts.runtime.json_lines import to_json
 from rl_contracts.runtime.logging import get_logger
 from rl_contracts.runtime.metrics import MetricsWriter, collect
+from rl_contracts.runtime.run_files import StageFile
 
 if TYPE_CHECKING:
     from rl_trainers import CompletionEvaluation
@@ -42,11 +43,12 @@ RESULT = "result.json"
 def check(run: Run[EvaluateConfig]) -> list[str]:
     """Check model, servers, data, reward and template before any process starts; return the lines to print."""
     configs = evaluated_configs(run.config)
+    missing = [f"evaluation.sets.{name}.data.name" for name, config in configs.items() if not config.data.name]
     require(
-        bool(configs),
-        "data.name",
-        "the data to evaluate on, such as data.name=gsm8k, or evaluation.sets.NAME.data.name=gsm8k",
-        run.config.data.name,
+        bool(configs) and not missing,
+        missing[0] if missing else "data.name",
+        f"the data to evaluate {run.config.model.path} on, such as data.name=gsm8k for all sets",
+        "",
     )
     check_models(run)
     check_rollout(run)
@@ -86,12 +88,13 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
         client = components.client(engine)
         runtime = components.runtime(client, components.workflow(components.reward()), engine)
         results: dict[str, Any] = {}
+        stage_file = StageFile(run.directory)
         record: dict[str, Any] = {"step": 0, "version": 0, "evaluation": True}
         for evaluation in components.completion_evaluations(engine, runtime):
             name = evaluation.name or HELD_OUT
             log.info("evaluating %d examples of %s", len(evaluation.rows), name)
             begin = time.perf_counter()
-            with collect() as recorded:
+            with stage_file.show(f"evaluating {name}"), collect() as recorded:
                 outcomes = evaluation.outcomes(0)
             seconds = time.perf_counter() - begin
             scores = evaluation.scores(outcomes)

@@ -175,10 +175,10 @@ def previous_run(run: Run[Any], start: int = 0) -> PreviousRun:
     if finished and not start and (step or not changed) and "total_epochs" not in changed:
         return PreviousRun(finished=True)
     if not resumes or not (step or (file.exists() and can_begin_again(directory, old))):
+        why = "it has no recovery checkpoint" if config.recover.resume else "recover.resume=false"
         raise ConfigError(
-            f"{directory} contains an earlier run that cannot be resumed: it has no recovery checkpoint, is finished, "
-            "or recover.resume=false. Choose another trial=<name> or run_dir=<directory>; "
-            "recover.every_minutes=10 saves recovery checkpoints."
+            f"{directory} contains an earlier run that cannot be resumed: {why}. Choose another trial=<name> or "
+            "run_dir=<directory>; recover.every=N saves a recovery checkpoint every N steps."
         )
     changes = (f"{key} changed from {old.get(key, 'unset')} to {new.get(key, 'unset')}" for key in changed)
     return PreviousRun(step, changes=tuple(changes))
@@ -197,17 +197,21 @@ def can_begin_again(directory: Path, settings: dict[str, Any]) -> bool:
     return (saves or has_no_finished_step(directory)) and not (directory / FINISHED).exists()
 
 
-def check_started_from(run: Run[Any]) -> None:
+def check_started_from(run: Run[Any], point: Path | None = None) -> None:
     """Reject resuming a run that started with another kind of model.
+
+    Args:
+        point: recovery checkpoint that `resume_from` names; None: the run's own newest one.
 
     Raises:
         ConfigError: architecture or size of the model differ.
     """
-    file, new = run.directory / "config.yaml", run.config.model
+    directory = point.parent.parent if point else run.directory
+    file, new = directory / "config.yaml", run.config.model
     before = read_config(file).get("model", {}) if file.exists() else {}
     old = ModelConfig(str(before.get("path", "")), directories=dict(before.get("directories", {})))
     configs_exist = all((Path(model.directory()) / "config.json").is_file() for model in (old, new))
-    expected = f"the architecture and size of {old.path}, the model of the run in {run.directory} (or another run_dir)"
+    expected = f"the architecture and size of {old.path}, the model of the run in {directory} (or start a new run)"
     require(not configs_exist or same_model(old.directory(), new.directory()), "model.path", expected, new.path)
 
 

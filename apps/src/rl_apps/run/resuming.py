@@ -33,12 +33,15 @@ def named_point(run: Run[Any]) -> Path | None:
         return None
     require(run.config.recover.resume, "recover.resume", f"true, as resume_from={name} needs", False)
     point = _resolve(name, directory)
-    if fault := find_damage(point):
-        steps = ", ".join(map(str, recovery_checkpoint_steps(point.parent.parent))) or "none"
+    if not (point / MANIFEST).exists():
+        steps = ", ".join(map(str, recovery_checkpoint_steps(point.parent.parent)))
+        found = f"only those of steps {steps}" if steps and point.parent.name == "recover" else f"none in {point}"
         raise ConfigError(
-            f"resume_from={name}: {point} is no recovery checkpoint ({fault}); steps in that run: {steps}. "
-            "Choose one of them, a run directory, or RUN/recover/step_N."
+            f"resume_from={name}: expected a recovery checkpoint, found {found}. Give another run's directory, "
+            "RUN/recover/step_N, or a step with run_dir=RUN."
         )
+    if fault := find_damage(point):
+        raise ConfigError(f"resume_from={name}: {point} is damaged ({fault}). Give an earlier recovery checkpoint.")
     if holds_run and point.parent.resolve() != (directory / "recover").resolve():
         raise ConfigError(
             f"resume_from={name} starts a new run, but {directory} already holds one. Choose another run_dir, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ METRICS = {
 def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
     """Return the summary: accuracy before and after (by verb for generated problems), files and a next command."""
     records = read_metrics(run_dir)
-    lines = ["", f"GRPO finished {_last(records, 'step'):.0f} steps (weights version {_last(records, 'version'):.0f})."]
+    steps, version = _last(records, "step"), _last(records, "version")
+    lines = ["", f"GRPO finished {steps:.0f} step{'s' * (steps != 1)} (weights version {version:.0f})."]
     name = answers_name(records)
     measured = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-    if len(measured) >= 2:
+    if measured:
         temperature = config.evaluation.temperature
         sampling = f"temperature {temperature:g}" if temperature else "greedy"
         lines.append(
             f"{METRICS[name]} ({sampling}{_evaluated(run_dir, measured[-1][0])}): "
-            f"{measured[0][1]:.3f} -> {measured[-1][1]:.3f}"
+            f"{_change([value for _, value in measured])}"
         )
-        if config.data.name == GENERATED and name == "eval/accuracy":
+        if len(measured) >= 2 and config.data.name == GENERATED and name == "eval/accuracy":
             lines += by_verb(config, run_dir, measured[0][0], measured[-1][0])
     lines += _set_lines(config, records)
     rewards = [r["reward/mean"] for r in records if r.get("reward/mean") is not None]
@@ -48,16 +50,17 @@ def after_grpo(config: GRPOConfig, run_dir: Path, command: str = "gsm8k-grpo") -
         )
     stale = [r["staleness/max"] for r in records if r.get("staleness/max") is not None]
     if stale:
-        lines.append(f"Maximum staleness: {max(stale):.0f} version(s).")
+        lines.append(f"Maximum staleness: {max(stale):.0f} version{'s' * (max(stale) != 1)}.")
     if unused := sum(r.get("groups/left_over") or 0 for r in records):
         lines.append(f"{unused:.0f} prompts were not used, because one data-parallel rank had exhausted its data.")
-    run = _relative(run_dir)
-    return [
-        *lines,
-        *files(run_dir),
-        f"Try next: {_program()} {command} --config {shlex.quote(f'{run}/config.yaml')} "
-        f"{_setting('run_dir', f'{run}-on-policy')} rollout.max_staleness=0",
-    ]
+    lines += files(run_dir)
+    if config.rollout.max_staleness and config.total_steps != 0:
+        run = _relative(run_dir)
+        lines.append(
+            f"Try next: {_program()} {command} --config {shlex.quote(f'{run}/config.yaml')} "
+            f"{_setting('run_dir', f'{run}-on-policy')} rollout.max_staleness=0"
+        )
+    return lines
 
 
 def after_sft(config: RunConfig, run_dir: Path, command: str = "gsm8k-grpo") -> list[str]:
@@ -92,9 +95,13 @@ def _set_lines(config: RunConfig, records: list[dict[str, Any]]) -> list[str]:
     for name in getattr(config.evaluation, "sets", {}):
         metric = answers_name(records, f"eval/{name}")
         values = [record[metric] for record in records if record.get(metric) is not None]
-        change = " -> ".join(f"{value:.3f}" for value in values[:1] + values[1:][-1:])
-        lines += [f"Held-out {metric.rpartition('/')[2]} of {name}: {change}"] if values else []
+        lines += [f"Held-out {metric.rpartition('/')[2]} of {name}: {_change(values)}"] if values else []
     return lines
+
+
+def _change(values: list[float]) -> str:
+    """Return the first and the last value as text, or a single value."""
+    return " -> ".join(f"{value:.3f}" for value in values[:1] + values[1:][-1:])
 
 
 def answers_name(records: list[dict[str, Any]], prefix: str = "eval") -> str:
@@ -134,7 +141,8 @@ def by_verb(config: GRPOConfig, run_dir: Path, first: int, last: int) -> list[st
         ("learned from the reward", set(before) - TAUGHT_VERBS),
     ):
         changes = [f"{verb} {before[verb]:.2f} -> {after[verb]:.2f}" for verb in sorted(chosen & set(before))]
-        lines += [f"  {kind}: " + ", ".join(changes)] if changes else []
+        lines += [f"  {kind}:"] if changes else []
+        lines += ["    " + ", ".join(part) for part in batched(changes, 3)]  # at most 80 columns
     return lines
 
 

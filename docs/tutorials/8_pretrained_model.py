@@ -61,8 +61,9 @@ def continent_reward_fn(prompt, completions, prompt_ids, completion_ids, *, answ
 
 
 # 4. The settings.
-# A step has 8 prompts with 4 completions each. Eight tokens are enough for a short answer. `actor.engine.lora`
-# trains low-rank adapters instead of all weights. They take less time and memory, and need a higher learning rate.
+# A step has 8 prompts with 4 completions each. Eight tokens are enough for a short answer, so ignore the warning that
+# most completions are truncated. `actor.engine.lora` trains low-rank adapters instead of all weights. They take less
+# time and memory, and need a higher learning rate.
 if __name__ == "__main__":
     subprocess.run([sys.executable, script, model], check=True)
     data, run = Path("runs/tutorials/continents"), Path("runs/tutorials/pretrained")
@@ -89,7 +90,7 @@ if __name__ == "__main__":
 
     # 5. The result.
     # The evaluation uses greedy decoding on held-out countries. Before training, most completions end before they name
-    # the continent. Ten steps raise the accuracy from 0.1 to 0.8.
+    # the continent. The 15 steps raise the accuracy from about 0.1 to about 0.9.
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     accuracy = [record["eval/accuracy"] for record in records if record.get("eval/accuracy") is not None]
     print(f"held-out accuracy: {accuracy[0]:.2f} before, {accuracy[-1]:.2f} after")

